@@ -1,0 +1,101 @@
+"""Every path of a run, computed in one place, for any attempt.
+
+    <folder>/config.toml  job.sbatch  provenance.json  job.json  ledger.jsonl  events.jsonl
+             attempts/NNN/{train,rollout}-RRRR.log  attempts/NNN/verdict.json
+             samples/step-SSSSSS/{rollout-RRRR-III.h5,train-RRRR.h5}
+             checkpoints/step-SSSSSS/  export/  model/  tensorboard/{train,rollout}/  heartbeat/
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """Paths below one run folder. Nothing is created here."""
+
+    folder: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration, the only one that ranks read."""
+        return self.folder / "config.toml"
+
+    @property
+    def script(self) -> Path:
+        return self.folder / "job.sbatch"
+
+    @property
+    def job(self) -> Path:
+        """How the run was submitted: scheduler and job id (JSON)."""
+        return self.folder / "job.json"
+
+    @property
+    def provenance(self) -> Path:
+        """Commit, package versions, seed, nodes (JSON)."""
+        return self.folder / "provenance.json"
+
+    @property
+    def ledger(self) -> Path:
+        """One JSON line per prompt and fate, append-only."""
+        return self.folder / "ledger.jsonl"
+
+    @property
+    def events(self) -> Path:
+        """One JSON line per completed step, evaluation, sync or checkpoint, append-only."""
+        return self.folder / "events.jsonl"
+
+    @property
+    def attempts(self) -> Path:
+        return self.folder / "attempts"
+
+    def attempt(self, number: int) -> Path:
+        return self.attempts / f"{number:03d}"
+
+    def attempt_numbers(self) -> list[int]:
+        """Numbers of the attempts that exist, ascending."""
+        if not self.attempts.is_dir():
+            return []
+        return sorted(int(p.name) for p in self.attempts.iterdir() if p.name.isdigit())
+
+    def log(self, attempt: int, role: str, rank: int) -> Path:
+        return self.attempt(attempt) / f"{role}-{rank:04d}.log"
+
+    def verdict(self, attempt: int) -> Path:
+        return self.attempt(attempt) / "verdict.json"
+
+    @property
+    def samples(self) -> Path:
+        return self.folder / "samples"
+
+    def step_samples(self, step: int) -> Path:
+        return self.samples / f"step-{step:06d}"
+
+    def rollout_shard(self, step: int, rank: int, index: int) -> Path:
+        return self.step_samples(step) / f"rollout-{rank:04d}-{index:03d}.h5"
+
+    def train_shard(self, step: int, rank: int) -> Path:
+        return self.step_samples(step) / f"train-{rank:04d}.h5"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:06d}"
+
+    @property
+    def export(self) -> Path:
+        """The final policy as a Hugging Face checkpoint."""
+        return self.folder / "export"
+
+    @property
+    def model(self) -> Path:
+        """The initial Hugging Face checkpoint where the run makes its own (`model.source` without `model.path`)."""
+        return self.folder / "model"
+
+    def tensorboard(self, role: str) -> Path:
+        return self.folder / "tensorboard" / role
+
+    def heartbeat(self, rank: int) -> Path:
+        return self.folder / "heartbeat" / f"rank-{rank:04d}.json"

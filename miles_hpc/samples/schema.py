@@ -1,0 +1,104 @@
+"""What a sample is: flat arrays over tokens, with offsets, the same in memory and in a shard.
+
+n samples, `total` tokens (prompt and answer). A prompt id is `epoch * rows + row`, where `rows` is the number of training prompts;
+a group is all samples of one prompt id.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Self
+
+import numpy as np
+
+STOPPED, TRUNCATED = 0, 1
+
+PER_SAMPLE = {"prompt_ids": np.int64, "sample_index": np.int32, "rewards": np.float32, "status": np.uint8}
+PER_TOKEN = {"tokens": np.int32, "loss_mask": np.uint8, "rollout_log_probs": np.float32, "weight_versions": np.int32}
+TEXT = ("prompts", "answers", "labels")
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples of one or more groups.
+
+    Token arrays are flat: sample i owns `[offsets[i], offsets[i + 1])`.
+    """
+
+    prompt_ids: np.ndarray
+    """[n] int64."""
+    sample_index: np.ndarray
+    """[n] int32, 0 .. samples_per_prompt - 1."""
+    offsets: np.ndarray
+    """[n + 1] int64."""
+    tokens: np.ndarray
+    """[total] int32, prompt then answer."""
+    loss_mask: np.ndarray
+    """[total] uint8, 1 on answer tokens."""
+    rollout_log_probs: np.ndarray
+    """[total] float32, natural log at the sampling temperature, 0 on prompt tokens."""
+    weight_versions: np.ndarray
+    """[total] int32, weights that sampled the token, -1 on prompt tokens."""
+    rewards: np.ndarray
+    """[n] float32."""
+    status: np.ndarray
+    """[n] uint8, STOPPED or TRUNCATED."""
+    prompts: list[str]
+    answers: list[str]
+    labels: list[str]
+    """[n] JSON texts."""
+    reward_parts: dict[str, np.ndarray] = field(default_factory=dict)
+    """Components of the reward by name, each [n] float32."""
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[n] int64, tokens per sample."""
+        return np.diff(self.offsets)
+
+    @property
+    def answer_lengths(self) -> np.ndarray:
+        """[n] int64, answer tokens per sample."""
+        return np.add.reduceat(self.loss_mask.astype(np.int64), self.offsets[:-1]) if len(self) else np.zeros(0, np.int64)
+
+    def take(self, indices: Sequence[int] | np.ndarray) -> Self:
+        """The samples at `indices`, in that order."""
+        index = np.asarray(indices, np.int64)
+        lengths = self.lengths[index]
+        spans = [np.arange(self.offsets[i], self.offsets[i + 1]) for i in index]
+        tokens = np.concatenate(spans) if spans else np.zeros(0, np.int64)
+        return replace(
+            self,
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            **{name: getattr(self, name)[index] for name in PER_SAMPLE},
+            **{name: getattr(self, name)[tokens] for name in PER_TOKEN},
+            **{name: [getattr(self, name)[i] for i in index] for name in TEXT},
+            reward_parts={name: values[index] for name, values in self.reward_parts.items()},
+        )
+
+    def sorted(self) -> Self:
+        """In the order the trainer uses: by prompt id, then sample index."""
+        return self.take(np.lexsort((self.sample_index, self.prompt_ids)))
+
+    @classmethod
+    def concat(cls, parts: Sequence["Samples"]) -> "Samples":
+        """All samples of `parts`, in order; a reward component absent from a part is NaN there."""
+        lengths = np.concatenate([p.lengths for p in parts]) if parts else np.zeros(0, np.int64)
+        names = sorted({name for p in parts for name in p.reward_parts})
+        return cls(
+            offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+            **{name: _join([getattr(p, name) for p in parts], kind) for name, kind in {**PER_SAMPLE, **PER_TOKEN}.items()},
+            **{name: [text for p in parts for text in getattr(p, name)] for name in TEXT},
+            reward_parts={
+                name: _join([p.reward_parts.get(name, np.full(len(p), np.nan, np.float32)) for p in parts], np.float32)
+                for name in names
+            },
+        )
+
+
+def _join(arrays: list[np.ndarray], kind: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, kind), *arrays]).astype(kind, copy=False)
+
+
+ARRAYS = tuple(f.name for f in fields(Samples) if f.name not in (*TEXT, "reward_parts"))

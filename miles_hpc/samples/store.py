@@ -1,0 +1,147 @@
+"""Sample shards on the shared filesystem: written whole under a temporary name, fsynced, renamed.
+
+A shard that has its final name is complete. Readers open only final names, announced over MPI; a folder is listed only at a
+restart. HDF5's own file locks are off, since Lustre and NFS mounts often refuse them.
+"""
+
+import os
+import re
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from miles_hpc.errors import SampleError
+from miles_hpc.paths import RunPaths
+from miles_hpc.samples.schema import ARRAYS, TEXT, Samples
+
+# A rename announced over MPI may reach a network filesystem's client later than the message (ENOENT, ESTALE).
+VISIBLE_SECONDS = 30.0
+
+
+def write(paths: RunPaths, step: int, rank: int, attempt: int, samples: Samples) -> Path:
+    """Write one rollout shard of `step` and return its final name.
+
+    Raises:
+        SampleError: the filesystem refused (full, read-only, gone); nothing is left behind under the final name.
+    """
+    folder = paths.step_samples(step)
+    arrays = {name: getattr(samples, name) for name in ARRAYS}
+    arrays |= {f"reward_{name}": values for name, values in samples.reward_parts.items()}
+    texts = {name: getattr(samples, name) for name in TEXT}
+    index = 0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        while paths.rollout_shard(step, rank, index).exists():
+            index += 1
+    except OSError as error:
+        raise _refused(error, folder) from error
+    final = paths.rollout_shard(step, rank, index)
+    _commit(final, arrays, texts, {"step": step, "rank": rank, "attempt": attempt})
+    return final
+
+
+def write_train(
+    paths: RunPaths, step: int, rank: int, samples: Samples, train_log_probs: np.ndarray, advantages: np.ndarray
+) -> Path:
+    """Write what one training rank computed for its own samples of `step`.
+
+    Args:
+        train_log_probs: [total] float32, of the weights that sampled.
+        advantages: [n] float32.
+    """
+    names = ("prompt_ids", "sample_index", "offsets", "loss_mask", "rollout_log_probs")
+    arrays = {name: getattr(samples, name) for name in names}
+    arrays |= {"train_log_probs": np.asarray(train_log_probs, np.float32), "advantages": np.asarray(advantages, np.float32)}
+    final = paths.train_shard(step, rank)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    _commit(final, arrays, {}, {"step": step, "rank": rank})
+    return final
+
+
+def read(shard: Path, deadline: float = VISIBLE_SECONDS) -> Samples:
+    """Read a rollout shard, waiting up to `deadline` seconds for it to become visible.
+
+    Raises:
+        SampleError: absent after the deadline, truncated, or arrays that do not fit together.
+    """
+    end = time.monotonic() + deadline
+    while True:
+        try:
+            return _load(shard)
+        except (FileNotFoundError, OSError) as error:
+            # ENOENT and ESTALE pass on a network filesystem; a damaged file does not.
+            if time.monotonic() >= end or not _passing(error):
+                raise SampleError(f"shard cannot be read: {error}", where=str(shard)) from error
+            time.sleep(0.05)
+        except (KeyError, ValueError) as error:
+            raise SampleError(f"shard is damaged: {error}", where=str(shard)) from error
+
+
+def on_disk(paths: RunPaths, step: int) -> list[Path]:
+    """Final rollout shards of `step`, by name; used only at a restart."""
+    folder = paths.step_samples(step)
+    return sorted(p for p in folder.glob("rollout-*.h5") if re.fullmatch(r"rollout-\d+-\d+\.h5", p.name))
+
+
+def set_aside(shard: Path) -> Path:
+    """Take a damaged shard out of the run, keeping its bytes beside it for a look."""
+    aside = shard.with_suffix(".damaged")
+    shard.rename(aside)
+    return aside
+
+
+def _commit(final: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[str, list[str]], attributes: Mapping[str, int]) -> None:
+    temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with h5py.File(temporary, "x", locking=False) as file:
+            file.attrs.update(attributes)
+            for name, values in arrays.items():
+                file.create_dataset(name, data=values)
+            for name, values in texts.items():
+                file.create_dataset(name, data=values, dtype=h5py.string_dtype())
+        _fsync(temporary)
+        temporary.rename(final)
+        _fsync(final.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise _refused(error, final) from error
+
+
+def _refused(error: OSError, where: Path) -> SampleError:
+    return SampleError(
+        f"shard cannot be written: {error}", where=str(where), next_step="check quota and space: df -h, lfs quota; then miles-submit resume"
+    )
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _load(shard: Path) -> Samples:
+    with h5py.File(shard, "r", locking=False) as file:
+        arrays = {name: file[name][()] for name in ARRAYS}
+        texts = {name: [text.decode() for text in file[name][()]] for name in TEXT}
+        parts = {name.removeprefix("reward_"): file[name][()] for name in file if name.startswith("reward_")}
+    samples = Samples(**arrays, **texts, reward_parts=parts)
+    _check(samples)
+    return samples
+
+
+def _check(samples: Samples) -> None:
+    total = int(samples.offsets[-1])
+    for name in ARRAYS:
+        expected = {"offsets": len(samples) + 1}.get(name, len(samples) if name in ("prompt_ids", "sample_index", "rewards", "status") else total)
+        if len(getattr(samples, name)) != expected:
+            raise ValueError(f"{name} has {len(getattr(samples, name))} entries, expected {expected}")
+
+
+def _passing(error: OSError) -> bool:
+    return isinstance(error, FileNotFoundError) or error.errno == 116  # ESTALE
