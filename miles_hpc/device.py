@@ -1,0 +1,193 @@
+"""The device of this process, and a stand-in for the part of `torch.cuda` that megatron-core touches where there is no GPU.
+
+megatron-core 0.19.2 runs on CPU, but asks `torch.cuda` for devices, streams, random states and type names on the way. `install`
+answers these questions for the CPU. It changes nothing where CUDA is available, and `torch.cuda.is_available()` stays False.
+Processes that run SGLang must not install it.
+"""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+CPU = torch.device("cpu")
+FACTORIES = (
+    "tensor zeros ones empty full arange rand randn as_tensor empty_strided empty_like zeros_like ones_like full_like"
+).split()
+
+
+def backend() -> str:
+    """Name of the `torch.distributed` backend: nccl on GPUs, else gloo."""
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def device() -> torch.device:
+    """This process's device."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+
+
+def install() -> bool:
+    """Put the stand-in in place, once.
+
+    Returns:
+        True if it is in place, False where CUDA is available and nothing was changed.
+    """
+    if torch.cuda.is_available():
+        return False
+    if not getattr(torch.cuda, "is_stand_in", False):
+        _devices()
+        _streams()
+        _random()
+        _tensors()
+        torch.cuda.is_stand_in = True  # type: ignore[attr-defined]
+    return True
+
+
+def install_dispatcher() -> None:
+    """Let the all-to-all token dispatcher run on CPU; call after megatron-core is imported.
+
+    It turns its split sizes into lists only if they are CUDA tensors, and `all_to_all_single` refuses tensors.
+    """
+    if torch.cuda.is_available():
+        return
+    from megatron.core.transformer.moe import token_dispatcher
+
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_numpy
+
+
+def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+class Stream:
+    """CPU work is done when the call returns: nothing to wait for."""
+
+    cuda_stream = 0
+    stream_id = 0
+    device = CPU
+
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+
+    def wait_stream(self, *args: Any) -> None: ...
+
+    def wait_event(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        return event or Event()
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+class Event:
+    """Wall-clock time, because megatron's timers subtract events."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.seconds = 0.0
+
+    def record(self, *args: Any) -> None:
+        self.seconds = time.perf_counter()
+
+    def wait(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: "Event") -> float:
+        """Milliseconds, as CUDA events report."""
+        return (other.seconds - self.seconds) * 1e3
+
+
+@contextlib.contextmanager
+def _in_stream(stream: Any) -> Iterator[None]:
+    yield
+
+
+def _nothing(*args: Any, **options: Any) -> None: ...
+
+
+def _zero(*args: Any, **options: Any) -> int:
+    return 0
+
+
+def _set(names: str, value: Any, owner: Any = torch.cuda) -> None:
+    for name in names.split():
+        setattr(owner, name, value)
+
+
+def _devices() -> None:
+    """Rotary tables, layers and buffers are made `device=torch.cuda.current_device()`; async savers divide by the device count."""
+    _set("current_device", lambda: CPU)
+    _set("device_count", lambda: 1)
+    _set("get_device_capability", lambda *a: (0, 0))
+    _set("set_device empty_cache synchronize reset_peak_memory_stats", _nothing)
+    _set("memory_allocated memory_reserved max_memory_allocated max_memory_reserved", _zero)
+
+
+def _streams() -> None:
+    """Gradient buffers, dispatchers and the checkpoint writer order their work by streams."""
+    stream = Stream()
+    _set("Stream", Stream)
+    _set("Event", Event)
+    _set("current_stream default_stream", lambda *a: stream)
+    _set("stream", _in_stream)
+    _set("is_current_stream_capturing", lambda: False)
+
+
+def _random() -> None:
+    """The tensor-parallel seeds are kept in the CUDA generator. `torch.manual_seed` calls `torch.cuda.manual_seed_all`, so
+    neither may call back."""
+    _set("manual_seed", lambda seed: torch.default_generator.manual_seed(int(seed)))
+    _set("manual_seed_all", _nothing)
+    for owner in (torch.cuda, torch.cuda.random):
+        _set("get_rng_state", lambda device="cuda": torch.get_rng_state(), owner)
+        _set("set_rng_state", lambda state, device="cuda": torch.set_rng_state(state), owner)
+
+
+def _tensors() -> None:
+    """`.cuda()` and `device="cuda"` literals; pinned memory; and `Tensor.type()`, which the optimizers compare with
+    'torch.cuda.FloatTensor'."""
+    _set("cuda pin_memory", lambda self, *a, **k: self, torch.Tensor)
+    _set("record_stream", _nothing, torch.Tensor)
+    _set("cuda", lambda self, *a, **k: self, torch.nn.Module)
+    for name in FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
+    torch.Tensor.type = _cuda_type(torch.Tensor.type)  # type: ignore[method-assign,assignment]
+
+
+def _is_cuda(where: Any) -> bool:
+    return (isinstance(where, torch.device) and where.type == "cuda") or (isinstance(where, str) and where.startswith("cuda"))
+
+
+def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        options.pop("pin_memory", None)
+        if _is_cuda(options.get("device")):
+            options["device"] = CPU
+        return function(*(CPU if _is_cuda(a) else a for a in args), **options)
+
+    return call
+
+
+def _cuda_type(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(self: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if args or options:
+            return function(self, *args, **options)
+        return function(self).replace("torch.", "torch.cuda.", 1)
+
+    return call

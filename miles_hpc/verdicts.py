@@ -1,0 +1,56 @@
+"""How an attempt ended, as the rank that knows writes it: `attempts/NNN/verdict.json`. The first verdict stands."""
+
+import json
+import os
+import time
+import traceback
+import uuid
+from pathlib import Path
+
+from miles_hpc.errors import MilesError
+from miles_hpc.paths import RunPaths
+
+
+def write(paths: RunPaths, attempt: int, *, kind: str, **fields: object) -> bool:
+    """Write the verdict of `attempt` unless there is one; True if this one stands.
+
+    Args:
+        kind: done, preempted, time_limit, node_failure, rank_died, out_of_memory, hang, diverged, user_error or bug.
+        fields: rank, role, host, node, phase, step, signal, exit_code, error, where, next, traceback.
+    """
+    final = paths.verdict(attempt)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = final.with_name(f".verdict.{uuid.uuid4().hex}.tmp")
+    with temporary.open("x", encoding="utf-8") as file:
+        json.dump({"kind": kind, "attempt": attempt, "time": time.time(), **fields}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(temporary, final)
+    except FileExistsError:
+        return False
+    finally:
+        temporary.unlink()
+    return True
+
+
+def of_error(error: BaseException, run: Path) -> dict[str, object]:
+    """Fields of a verdict for an exception: kind, error, where, next and, unless it is the user's, the traceback."""
+    if isinstance(error, MilesError):
+        fields: dict[str, object] = {"kind": error.kind, "error": error.what, "where": error.where}
+        fields["next"] = error.next_step or f"miles-submit logs {run}"
+    else:
+        kind = "out_of_memory" if isinstance(error, MemoryError) or "out of memory" in str(error).lower() else "bug"
+        fields = {"kind": kind, "error": f"{type(error).__name__}: {error}", "next": f"miles-submit logs {run}"}
+    frame = _innermost(error)
+    if frame:
+        fields["frame"] = frame
+    if fields["kind"] != "user_error":
+        fields["traceback"] = "".join(traceback.format_exception(error))[-8000:]
+    return fields
+
+
+def _innermost(error: BaseException) -> str:
+    """The deepest frame inside this project, as file:line function."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "miles_hpc" in f.filename or "/kernels/" in f.filename]
+    return f"{frames[-1].filename}:{frames[-1].lineno} {frames[-1].name}" if frames else ""

@@ -1,0 +1,155 @@
+"""One MPI world over all ranks, and who is who in it.
+
+Training ranks come first. The role is told by the launcher, never guessed from Slurm's variables, which name the last component
+in all of them. Every wait polls, so that a rank can beat its heart and note a signal; every wait has a deadline.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from miles_hpc.errors import DeadlineExceeded, WorldError
+
+PROBE_BYTES = 8 << 20  # large enough to leave MPI's eager path, where a half-working fabric shows
+PROBE_SECONDS = 120.0
+POLL_SECONDS = 0.002
+
+
+@dataclass
+class World:
+    """This rank's view of the MPI world."""
+
+    comm: Any
+    role_comm: Any
+    role: str
+    rank: int
+    train: tuple[int, ...]
+    """World ranks that train."""
+    rollout: tuple[int, ...]
+    """World ranks that hold an engine."""
+    hosts: tuple[str, ...]
+    """Host name of every world rank."""
+    poll: Callable[[], None]
+
+    @property
+    def role_rank(self) -> int:
+        return self.role_comm.rank
+
+    @property
+    def role_size(self) -> int:
+        return self.role_comm.size
+
+    @property
+    def leads(self) -> bool:
+        """True on the first rank of a role."""
+        return self.role_comm.rank == 0
+
+    @property
+    def address(self) -> str:
+        """Where this rank's host can be reached by all others: loopback if there is only one host."""
+        return "127.0.0.1" if len(set(self.hosts)) == 1 else socket.gethostbyname(socket.gethostname())
+
+    def wait(self, request: Any, seconds: float, what: str) -> None:
+        """Wait for a non-blocking MPI operation.
+
+        Raises:
+            DeadlineExceeded: not finished after `seconds`.
+        """
+        end = time.monotonic() + seconds
+        while not request.Test():
+            self._pause(end, seconds, what)
+
+    def send(self, value: object, to: int, tag: int, seconds: float, what: str) -> None:
+        """Send a Python object to a world rank."""
+        self.wait(self.comm.isend(value, dest=to, tag=tag), seconds, what)
+
+    def receive(self, tag: int, seconds: float, what: str, source: int | None = None) -> Any:
+        """Receive a Python object from a world rank, or from any."""
+        from mpi4py import MPI
+
+        end = time.monotonic() + seconds
+        origin = MPI.ANY_SOURCE if source is None else source
+        while (message := self.comm.improbe(source=origin, tag=tag)) is None:
+            self._pause(end, seconds, what)
+        return message.recv()
+
+    def agree(self, number: int) -> int:
+        """The largest `number` over the ranks of this role."""
+        import numpy as np
+        from mpi4py import MPI
+
+        mine, largest = np.array([number], np.int64), np.zeros(1, np.int64)
+        self.wait(self.role_comm.Iallreduce(mine, largest, MPI.MAX), PROBE_SECONDS * 10, f"{self.role} ranks to agree")
+        return int(largest[0])
+
+    def share(self, value: Any, seconds: float, what: str) -> Any:
+        """The first rank's `value`, on every rank of this role."""
+        if self.leads:
+            for other in range(1, self.role_size):
+                self.wait(self.role_comm.isend(value, dest=other, tag=0), seconds, what)
+            return value
+        end = time.monotonic() + seconds
+        while (message := self.role_comm.improbe(source=0, tag=0)) is None:
+            self._pause(end, seconds, what)
+        return message.recv()
+
+    def barrier(self, seconds: float = PROBE_SECONDS, what: str = "all ranks") -> None:
+        """Wait until every rank of the world is here."""
+        self.wait(self.comm.Ibarrier(), seconds, what)
+
+    def role_barrier(self, seconds: float = PROBE_SECONDS * 10) -> None:
+        """Wait until every rank of this role is here."""
+        self.wait(self.role_comm.Ibarrier(), seconds, f"all {self.role} ranks")
+
+    def abort(self, code: int) -> None:
+        """End every rank of the world at once."""
+        self.comm.Abort(code)
+
+    def _pause(self, end: float, seconds: float, what: str) -> None:
+        if time.monotonic() > end:
+            raise DeadlineExceeded(f"waited {seconds:.0f} s for {what}", where=f"{self.role} rank {self.rank}")
+        self.poll()
+        time.sleep(POLL_SECONDS)
+
+
+def connect(role: str, expected: int, poll: Callable[[], None]) -> World:
+    """Start MPI, check that the world is the one the launcher asked for, and that large messages cross it.
+
+    Raises:
+        WorldError: another number of ranks than `expected` (srun's `--mpi` of the wrong kind gives a world of one), or a role
+            without ranks.
+        DeadlineExceeded: the probe did not come through.
+    """
+    from mpi4py import MPI  # here, not above: children that SGLang spawns import this module again and must not start MPI
+
+    comm = MPI.COMM_WORLD
+    if comm.size != expected:
+        raise WorldError(
+            f"the MPI world has {comm.size} ranks, the launcher started {expected}",
+            where=f"{role} rank {os.environ.get('SLURM_PROCID', comm.rank)} on {socket.gethostname()}",
+            next_step="set `mpi` in the site profile to a kind that `srun --mpi=list` shows and your MPI library speaks (pmi2 or pmix)",
+        )
+    world = World(comm, comm, role, comm.rank, (), (), (), poll)
+    _probe(world)
+    members = comm.allgather((role, socket.gethostname()))
+    world.train, world.rollout = (tuple(i for i, (r, _) in enumerate(members) if r == wanted) for wanted in ("train", "rollout"))
+    world.hosts = tuple(host for _, host in members)
+    if not world.train or not world.rollout:
+        raise WorldError(f"{len(world.train)} train and {len(world.rollout)} rollout ranks: both roles are needed")
+    world.role_comm = comm.Split(color=int(role == "rollout"), key=comm.rank)
+    return world
+
+
+def _probe(world: World) -> None:
+    """A barrier and a broadcast from the last rank, which is on another component than the first."""
+    import numpy as np
+
+    world.barrier(what="the first barrier over all ranks")
+    last = world.comm.size - 1
+    buffer = np.full(PROBE_BYTES // 8, world.rank, np.int64)
+    world.wait(world.comm.Ibcast(buffer, root=last), PROBE_SECONDS, "an 8 MiB broadcast over all ranks")
+    if buffer[0] != last or buffer[-1] != last:
+        raise WorldError("an 8 MiB broadcast over all ranks arrived damaged", where=f"rank {world.rank}")
