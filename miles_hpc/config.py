@@ -45,7 +45,7 @@ class Model(Section):
     path: str = ""
     """Folder of a Hugging Face checkpoint (Qwen3, Qwen3-MoE, Llama); relative to the TOML file."""
     source: Edge | Literal[""] = ""
-    """Function `(folder: Path, seed: int) -> None` that writes the checkpoint if `path` (default `<run folder>/model`) is missing."""
+    """Function `(folder: Path, seed: int) -> None` that writes the checkpoint where `path` (default `<run>/model`) is missing."""
     context_length: PositiveInt = 1024
     """Longest sequence, prompt and answer together, in tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -190,6 +190,10 @@ class Slurm(Section):
     """Account to charge."""
     qos: str = ""
     """Quality of service."""
+    mpi: str = ""
+    """Kind of `srun --mpi` (pmi2, pmix); empty: the site profile's."""
+    warning_seconds: PositiveInt = 120
+    """Seconds before the time limit at which every rank gets USR2, saves and ends; Slurm may send it a minute early."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """Attempts after the first before the run stops."""
     setup: list[str] = []
@@ -304,7 +308,8 @@ def _toml(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError("no such file", where=str(file), next_step="name an existing TOML file, for example docs/examples/arithmetic-moe.toml") from None
+        hint = "name an existing TOML file, for example docs/examples/arithmetic-moe.toml"
+        raise ConfigError("no such file", where=str(file), next_step=hint) from None
     except (IsADirectoryError, PermissionError) as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=str(file)) from None
     except UnicodeDecodeError as error:
@@ -378,5 +383,6 @@ def _names(path: list[str]) -> list[str]:
     model: Any = Config
     for part in path:
         annotation = model.model_fields[part].annotation
-        model = next((a for a in getattr(annotation, "__args__", ()) if isinstance(a, type) and issubclass(a, BaseModel)), annotation)
+        choices = getattr(annotation, "__args__", (annotation,))
+        model = next(a for a in choices if isinstance(a, type) and issubclass(a, BaseModel))
     return list(model.model_fields)

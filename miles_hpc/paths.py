@@ -1,9 +1,9 @@
 """Every path of a run, computed in one place, for any attempt.
 
-    <folder>/config.toml  job.sbatch  provenance.json  job.json  ledger.jsonl  events.jsonl
-             attempts/NNN/{train,rollout}-RRRR.log  attempts/NNN/verdict.json
-             samples/step-SSSSSS/{rollout-RRRR-III.h5,train-RRRR.h5}
-             checkpoints/step-SSSSSS/  export/  model/  tensorboard/{train,rollout}/  heartbeat/
+<folder>/config.toml  job.sbatch  job.log  job.json  provenance.json  ledger.jsonl  events.jsonl
+         attempts/NNN/{train,rollout}-RRRR.log  attempts/NNN/{start,verdict}.json  attempts/NNN/launcher.log
+         samples/step-SSSSSS/{rollout-RRRR-III.h5,train-RRRR.h5}
+         checkpoints/step-SSSSSS/  export/  model/  tensorboard/{train,rollout}/  heartbeat/
 """
 
 from dataclasses import dataclass
@@ -24,6 +24,11 @@ class RunPaths:
     @property
     def script(self) -> Path:
         return self.folder / "job.sbatch"
+
+    @property
+    def job_log(self) -> Path:
+        """What the batch script printed, over all attempts."""
+        return self.folder / "job.log"
 
     @property
     def job(self) -> Path:
@@ -60,6 +65,14 @@ class RunPaths:
 
     def log(self, attempt: int, role: str, rank: int) -> Path:
         return self.attempt(attempt) / f"{role}-{rank:04d}.log"
+
+    def launcher_log(self, attempt: int) -> Path:
+        """What srun or mpiexec said about the ranks."""
+        return self.attempt(attempt) / "launcher.log"
+
+    def start(self, attempt: int) -> Path:
+        """Where and from which checkpoint the attempt started (JSON)."""
+        return self.attempt(attempt) / "start.json"
 
     def verdict(self, attempt: int) -> Path:
         return self.attempt(attempt) / "verdict.json"

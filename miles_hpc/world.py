@@ -130,12 +130,13 @@ def connect(role: str, expected: int, poll: Callable[[], None]) -> World:
         raise WorldError(
             f"the MPI world has {comm.size} ranks, the launcher started {expected}",
             where=f"{role} rank {os.environ.get('SLURM_PROCID', comm.rank)} on {socket.gethostname()}",
-            next_step="set `mpi` in the site profile to a kind that `srun --mpi=list` shows and your MPI library speaks (pmi2 or pmix)",
+            next_step="set `mpi` in the site profile to a kind of `srun --mpi=list` that your MPI library speaks (pmi2, pmix)",
         )
     world = World(comm, comm, role, comm.rank, (), (), (), poll)
     _probe(world)
     members = comm.allgather((role, socket.gethostname()))
-    world.train, world.rollout = (tuple(i for i, (r, _) in enumerate(members) if r == wanted) for wanted in ("train", "rollout"))
+    world.train = tuple(i for i, (name, _) in enumerate(members) if name == "train")
+    world.rollout = tuple(i for i, (name, _) in enumerate(members) if name == "rollout")
     world.hosts = tuple(host for _, host in members)
     if not world.train or not world.rollout:
         raise WorldError(f"{len(world.train)} train and {len(world.rollout)} rollout ranks: both roles are needed")

@@ -1,7 +1,7 @@
 """What a sample is: flat arrays over tokens, with offsets, the same in memory and in a shard.
 
-n samples, `total` tokens (prompt and answer). A prompt id is `epoch * rows + row`, where `rows` is the number of training prompts;
-a group is all samples of one prompt id.
+n samples, `total` tokens (prompt and answer). A prompt id is `epoch * rows + row`, where `rows` is the number of training
+prompts; a group is all samples of one prompt id.
 """
 
 from collections.abc import Sequence

@@ -16,7 +16,7 @@ import numpy as np
 
 from miles_hpc.errors import SampleError
 from miles_hpc.paths import RunPaths
-from miles_hpc.samples.schema import ARRAYS, TEXT, Samples
+from miles_hpc.samples.schema import ARRAYS, PER_SAMPLE, PER_TOKEN, TEXT, Samples
 
 # A rename announced over MPI may reach a network filesystem's client later than the message (ENOENT, ESTALE).
 VISIBLE_SECONDS = 30.0
@@ -94,7 +94,9 @@ def set_aside(shard: Path) -> Path:
     return aside
 
 
-def _commit(final: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[str, list[str]], attributes: Mapping[str, int]) -> None:
+def _commit(
+    final: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[str, list[str]], attributes: Mapping[str, int]
+) -> None:
     temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
     try:
         with h5py.File(temporary, "x", locking=False) as file:
@@ -112,9 +114,8 @@ def _commit(final: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[str, l
 
 
 def _refused(error: OSError, where: Path) -> SampleError:
-    return SampleError(
-        f"shard cannot be written: {error}", where=str(where), next_step="check quota and space: df -h, lfs quota; then miles-submit resume"
-    )
+    hint = "check quota and space (df -h, lfs quota), then miles-submit resume"
+    return SampleError(f"shard cannot be written: {error}", where=str(where), next_step=hint)
 
 
 def _fsync(path: Path) -> None:
@@ -137,10 +138,10 @@ def _load(shard: Path) -> Samples:
 
 def _check(samples: Samples) -> None:
     total = int(samples.offsets[-1])
-    for name in ARRAYS:
-        expected = {"offsets": len(samples) + 1}.get(name, len(samples) if name in ("prompt_ids", "sample_index", "rewards", "status") else total)
-        if len(getattr(samples, name)) != expected:
-            raise ValueError(f"{name} has {len(getattr(samples, name))} entries, expected {expected}")
+    expected = {"offsets": len(samples) + 1} | dict.fromkeys(PER_SAMPLE, len(samples)) | dict.fromkeys(PER_TOKEN, total)
+    for name, length in expected.items():
+        if len(getattr(samples, name)) != length:
+            raise ValueError(f"{name} has {len(getattr(samples, name))} entries, expected {length}")
 
 
 def _passing(error: OSError) -> bool:

@@ -1,0 +1,107 @@
+"""What a run says about itself: TensorBoard for people, `events.jsonl` and `ledger.jsonl` for programs.
+
+One TensorBoard writer per role and folder: with two in one folder the data server drops points. Everything is flushed every
+step, so that a killed rank loses nothing it had said.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from miles_hpc.heartbeat import Heartbeat
+from miles_hpc.paths import RunPaths
+from miles_hpc.samples.schema import TRUNCATED, Samples
+
+PHASES = ("rollout", "reward", "train", "sync", "checkpoint", "wait")
+
+
+class Board:
+    """The TensorBoard writer of a role; a later attempt replaces the points from its first step on."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Journal:
+    """Append-only JSON lines, each written whole and at once."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def append(self, *lines: Mapping[str, object]) -> None:
+        """Add lines and make them durable."""
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        with self.file.open("a", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+class Clock:
+    """Seconds per phase of the current step."""
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self.heartbeat = heartbeat
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str, step: int) -> Iterator[None]:
+        self.heartbeat.enter(phase, step)
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.monotonic() - started
+
+    def take(self) -> dict[str, float]:
+        """Seconds since the last call, by phase."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+def of_samples(samples: Samples, advantages: np.ndarray, group_size: int) -> dict[str, float]:
+    """Reward, length and group statistics of a step."""
+    lengths = samples.answer_lengths
+    idle = (advantages.reshape(-1, group_size) == 0).all(1)
+    parts = {f"reward/{name}": float(np.nanmean(values)) for name, values in samples.reward_parts.items()}
+    return {
+        "reward/mean": float(samples.rewards.mean()),
+        "reward/std": float(samples.rewards.std()),
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/truncated": float((samples.status == TRUNCATED).mean()),
+        "groups/zero_variance": float(idle.mean()),
+        **parts,
+    }
+
+
+def fates(samples: Samples, dropped: list[int], advantages: np.ndarray, group_size: int, step: int, attempt: int) -> list[dict]:
+    """Ledger lines of a step: every prompt id and what became of it."""
+    lines = []
+    for first in range(0, len(samples), group_size):
+        group = slice(first, first + group_size)
+        fate = "trained" if advantages[group].any() else "zero_variance"
+        reward = round(float(samples.rewards[group].mean()), 6)
+        lines.append({"prompt_id": int(samples.prompt_ids[first]), "fate": fate, "samples": group_size, "reward": reward})
+    lines += [{"prompt_id": prompt_id, "fate": "reward_error", "samples": 0, "reward": None} for prompt_id in dropped]
+    return [{"step": step, **line, "attempt": attempt} for line in lines]
+
+
+def journals(paths: RunPaths) -> tuple[Journal, Journal]:
+    """Events and ledger of a run."""
+    return Journal(paths.events), Journal(paths.ledger)

@@ -1,0 +1,111 @@
+"""Who tells whom that samples are there: shards are announced over MPI, their bytes go through the filesystem."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from miles_hpc.errors import SampleError
+from miles_hpc.paths import RunPaths
+from miles_hpc.samples import store
+from miles_hpc.samples.schema import Samples
+from miles_hpc.world import World
+
+SAMPLES, FIRST_STEP = 21, 22
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A complete shard of `step`."""
+
+    step: int
+    file: str
+    groups: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """One engine has no more samples for `step`."""
+
+    step: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Of generation and of reward."""
+    generated_tokens: int = 0
+    dropped: list[int] = field(default_factory=list)
+    """Prompt ids whose reward failed and whose group was dropped."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """All samples of a step, as the trainer uses them."""
+
+    samples: Samples
+    seconds: dict[str, float]
+    """Of generation and of reward, the slowest engine's."""
+    generated_tokens: int
+    dropped: list[int]
+    size: int
+    """Bytes of the shards."""
+
+
+class Outbox:
+    """The rollout side: write a shard, then announce it."""
+
+    def __init__(self, world: World, paths: RunPaths, attempt: int, seconds: float) -> None:
+        self.world, self.paths, self.attempt, self.seconds = world, paths, attempt, seconds
+
+    def put(self, step: int, samples: Samples) -> None:
+        """Write whole groups as one shard and announce it."""
+        file = store.write(self.paths, step, self.world.rank, self.attempt, samples)
+        self.announce(Shard(step, str(file), len(np.unique(samples.prompt_ids))))
+
+    def announce(self, message: Shard | Finished) -> None:
+        self.world.send(message, self.world.train[0], SAMPLES, self.seconds, "the trainer to hear of samples")
+
+
+class Inbox:
+    """The training side: wait for the announcements of a step, read its shards."""
+
+    def __init__(self, world: World, seconds: float) -> None:
+        self.world, self.seconds = world, seconds
+        self._early: list[Shard | Finished] = []
+        """Announcements of a later step than the one being collected (rollout.staleness = 1)."""
+
+    def collect(self, step: int, oldest_version: int) -> Collected:
+        """All samples of `step`, sorted by prompt id and sample index, the same on every training rank.
+
+        Raises:
+            SampleError: a damaged shard, a group that came twice, tokens of weights older than `oldest_version`.
+        """
+        messages = self.world.share(self._await(step) if self.world.leads else None, self.seconds, "the list of shards")
+        shards = [Path(m.file) for m in messages if isinstance(m, Shard)]
+        finished = [m for m in messages if isinstance(m, Finished)]
+        samples = Samples.concat([store.read(shard) for shard in shards]).sorted()
+        _check(samples, step, oldest_version)
+        return Collected(
+            samples=samples,
+            seconds={key: max(m.seconds.get(key, 0.0) for m in finished) for key in ("rollout", "reward")},
+            generated_tokens=sum(m.generated_tokens for m in finished),
+            dropped=sorted(i for m in finished for i in m.dropped),
+            size=sum(shard.stat().st_size for shard in shards),
+        )
+
+    def _await(self, step: int) -> list[Shard | Finished]:
+        """Messages of `step`, complete when every engine has said that it is finished."""
+        messages = [m for m in self._early if m.step == step]
+        self._early = [m for m in self._early if m.step != step]
+        while sum(isinstance(m, Finished) for m in messages) < len(self.world.rollout):
+            message = self.world.receive(SAMPLES, self.seconds, f"samples of step {step}")
+            (messages if message.step == step else self._early).append(message)
+        return messages
+
+
+def _check(samples: Samples, step: int, oldest_version: int) -> None:
+    if not len(samples):
+        raise SampleError(f"step {step} has no samples: every group was dropped", next_step="look at the reward errors in the logs")
+    keys = np.stack([samples.prompt_ids, samples.sample_index], 1)
+    if len(np.unique(keys, axis=0)) != len(samples):
+        raise SampleError(f"step {step} holds the same sample twice")
+    versions = samples.weight_versions[samples.loss_mask > 0]
+    if versions.size and versions.min() < oldest_version:
+        raise SampleError(f"step {step} holds tokens of weights {versions.min()}, older than {oldest_version}")

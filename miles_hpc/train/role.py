@@ -1,0 +1,153 @@
+"""A training rank's part in the loop: what `loop.train` calls, in that order."""
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from miles_hpc import evaluation, metrics, signals
+from miles_hpc.checkpoint import Checkpoints
+from miles_hpc.config import Config
+from miles_hpc.paths import RunPaths
+from miles_hpc.samples import store
+from miles_hpc.samples.exchange import FIRST_STEP, Collected, Inbox
+from miles_hpc.samples.schema import Samples
+from miles_hpc.sync import Sender
+from miles_hpc.train.trainer import Result, Trainer
+from miles_hpc.train.warm_start import warm_start
+from miles_hpc.world import World
+
+
+@dataclass
+class TrainRole:
+    config: Config
+    paths: RunPaths
+    world: World
+    attempt: int
+    trainer: Trainer
+    checkpoints: Checkpoints
+    clock: metrics.Clock
+    sender: Sender
+    seconds: float
+    """Deadline of a wait for the other role."""
+    stopping: bool = False
+    """All training ranks have agreed to end after the current version."""
+
+    def __post_init__(self) -> None:
+        self.inbox = Inbox(self.world, self.seconds)
+        self.events, self.ledger = metrics.journals(self.paths)
+        self.steps, self.group_size = self.config.run.steps, self.config.rollout.samples_per_prompt
+        self.advantage, self.lead = self.config.train.advantage, self.world.leads
+        self.board: metrics.Board | None = None
+        self.figures: dict[str, float] = {}
+        self.mark = time.monotonic()
+
+    def start(self) -> int:
+        """Resume from the newest checkpoint or begin; returns the first step."""
+        with self.clock("checkpoint", 0):
+            step = self.checkpoints.resume(self.trainer)
+        if step is None:
+            step = self._begin()
+        if self.lead:
+            for rank in self.world.rollout:
+                self.world.send(step, rank, FIRST_STEP, self.seconds, "an engine's rank to hear the first step")
+            self.board = metrics.Board(self.paths.tensorboard("train"), step)
+            self._event("start", step=step, ranks=len(self.world.train), engines=len(self.world.rollout))
+        self.mark = time.monotonic()
+        return step
+
+    def publish(self, version: int) -> None:
+        """Send the weights as `version`; learn how good they are where an evaluation is due."""
+        self.stopping = version < self.steps and bool(self.world.agree(signals.noted()))
+        with self.clock("sync", version):
+            report = self.sender.send(version, stop=self.stopping)
+        if not self.lead:
+            return
+        speed = report.size * len(self.world.rollout) / max(report.seconds, 1e-9) / 1e9
+        self._event("sync", version=version, seconds=report.seconds, bytes=report.size, digests=report.digests)
+        self.figures |= {"sync/seconds": report.seconds, "sync/gb_per_s": speed}
+        if evaluation.due(self.config, version):
+            with self.clock("evaluation", version):
+                score = evaluation.collect(self.world, version, self.seconds)
+            self._event("eval", step=version, accuracy=score.mean, prompts=score.prompts, seconds=score.seconds)
+            self.board.scalars(version, {"eval/reward": score.mean})
+
+    def collect(self, step: int) -> Collected:
+        """Wait for all samples of `step`."""
+        with self.clock("wait", step):
+            return self.inbox.collect(step, step - self.config.rollout.staleness)
+
+    def update(self, samples: Samples, advantages: np.ndarray, step: int) -> Result:
+        """The optimizer steps of `step`."""
+        with self.clock("train", step):
+            return self.trainer.step(samples, advantages, step)
+
+    def keep(self, step: int, collected: Collected, advantages: np.ndarray, result: Result) -> None:
+        """Write this rank's log-probs beside the shards; on the first rank, every prompt's fate and the step's figures."""
+        own = collected.samples.take(result.own)
+        store.write_train(self.paths, step, self.world.rank, own, result.train_log_probs, advantages[result.own])
+        if not self.lead:
+            return
+        self.ledger.append(
+            *metrics.fates(collected.samples, collected.dropped, advantages, self.group_size, step, self.attempt)
+        )
+        self.figures |= metrics.of_samples(collected.samples, advantages, self.group_size) | result.metrics
+        self.figures["samples/bytes"] = float(collected.size)
+        self.figures["groups/reward_error"] = float(len(collected.dropped))
+        self.generation = collected.seconds | {"tokens": collected.generated_tokens}
+
+    def checkpoint(self, version: int) -> None:
+        """Save if due: every n steps, at the end, and before stopping."""
+        if version % self.config.checkpoint.every_steps and version != self.steps and not self.stopping:
+            return
+        self._save(version)
+
+    def report(self, step: int) -> None:
+        """Figures of `step` for people (TensorBoard) and programs (events.jsonl)."""
+        if not self.lead:
+            return
+        seconds = self._phases()
+        trained = self.figures["train/tokens"] / max(seconds["train"], 1e-9)
+        generated = self.generation["tokens"] / max(seconds["rollout"], 1e-9)
+        self.figures |= {"speed/train_tokens_per_s": trained, "speed/rollout_tokens_per_s": generated}
+        now = time.monotonic()
+        total, self.mark = now - self.mark, now
+        self.board.scalars(step, self.figures | {f"seconds/{phase}": value for phase, value in seconds.items()})
+        self._event("step", step=step, metrics=self.figures, phase_seconds=seconds, seconds=total)
+        self.figures = {}
+
+    def export(self) -> None:
+        """The final policy as a Hugging Face checkpoint."""
+        with self.clock("export", self.steps):
+            self.trainer.export(self.paths.export)
+        if self.lead:
+            self._event("export", path=str(self.paths.export))
+            self.board.close()
+
+    def _begin(self) -> int:
+        """Warm start, if there is one; it is saved, since it may take longer than many steps."""
+        if self.config.warm_start:
+            with self.clock("warm_start", 0):
+                losses = warm_start(self.trainer, self.config, self.paths, self.world.poll)
+            if self.lead:
+                self._event("warm_start", steps=len(losses), loss_first=losses[0], loss_last=losses[-1])
+            self._save(0)
+        return 0
+
+    def _save(self, version: int) -> None:
+        with self.clock("checkpoint", version):
+            started = time.monotonic()
+            self.checkpoints.save(self.trainer, version)
+        if self.lead:
+            self._event("checkpoint", step=version, seconds=time.monotonic() - started)
+
+    def _phases(self) -> dict[str, float]:
+        """Seconds of the step by phase; what the trainer waited beyond generation and reward is `wait`."""
+        mine, engine = self.clock.take(), self.generation
+        seconds = {phase: mine.get(phase, 0.0) for phase in metrics.PHASES}
+        seconds |= {"rollout": engine["rollout"], "reward": engine["reward"]}
+        seconds["wait"] = max(0.0, seconds["wait"] - engine["rollout"] - engine["reward"])
+        return seconds
+
+    def _event(self, event: str, **fields: object) -> None:
+        self.events.append({"event": event, "attempt": self.attempt, "time": time.time(), **fields})
