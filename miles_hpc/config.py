@@ -227,6 +227,11 @@ class Config(Section):
         return self.slurm.train.ranks // self.train.tensor_parallel
 
     @property
+    def patience_seconds(self) -> float:
+        """Longest wait for the other role: a trainer may be in its warm start, an engine in a long generation."""
+        return 4 * self.rollout.timeout_seconds
+
+    @property
     def engines(self) -> int:
         return self.slurm.rollout.ranks
 

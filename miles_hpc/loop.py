@@ -1,10 +1,10 @@
 """The algorithm, as each side of the world runs it. Both count the same steps and meet at every version of the weights.
 
-    rollout ranks                                    training ranks
-    receive weights of version `step`        <----   publish
-    generate, score, write shards            ---->   collect
-                                                     advantages, optimizer steps
-    receive weights of version `step + 1`    <----   publish, then checkpoint while the engines generate
+rollout ranks                                    training ranks
+receive weights of version `step`        <----   publish
+generate, score, write shards            ---->   collect
+                                                 advantages, optimizer steps
+receive weights of version `step + 1`    <----   publish, then checkpoint while the engines generate
 """
 
 from typing import TYPE_CHECKING

@@ -8,6 +8,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from miles_hpc.config import Config
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,10 @@ class RunPaths:
     def model(self) -> Path:
         """The initial Hugging Face checkpoint where the run makes its own (`model.source` without `model.path`)."""
         return self.folder / "model"
+
+    def model_of(self, config: "Config") -> Path:
+        """The initial checkpoint: `model.path`, else the one that the run makes for itself."""
+        return Path(config.model.path) if config.model.path else self.model
 
     def tensorboard(self, role: str) -> Path:
         return self.folder / "tensorboard" / role

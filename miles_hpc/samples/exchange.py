@@ -20,7 +20,7 @@ class Shard:
 
     step: int
     file: str
-    groups: int
+    prompt_ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Outbox:
     def put(self, step: int, samples: Samples) -> None:
         """Write whole groups as one shard and announce it."""
         file = store.write(self.paths, step, self.world.rank, self.attempt, samples)
-        self.announce(Shard(step, str(file), len(np.unique(samples.prompt_ids))))
+        self.announce(Shard(step, str(file), [int(i) for i in np.unique(samples.prompt_ids)]))
 
     def announce(self, message: Shard | Finished) -> None:
         self.world.send(message, self.world.train[0], SAMPLES, self.seconds, "the trainer to hear of samples")
@@ -102,7 +102,9 @@ class Inbox:
 
 def _check(samples: Samples, step: int, oldest_version: int) -> None:
     if not len(samples):
-        raise SampleError(f"step {step} has no samples: every group was dropped", next_step="look at the reward errors in the logs")
+        raise SampleError(
+            f"step {step} has no samples: every group was dropped", next_step="look at the reward errors in the logs"
+        )
     keys = np.stack([samples.prompt_ids, samples.sample_index], 1)
     if len(np.unique(keys, axis=0)) != len(samples):
         raise SampleError(f"step {step} holds the same sample twice")

@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 from miles_hpc import edges
 from miles_hpc.config import Config
@@ -19,12 +18,9 @@ def warm_start(trainer: Trainer, config: Config, paths: RunPaths, poll: Callable
     """
     from transformers import AutoTokenizer
 
-    from miles_hpc.rollout.model import model_folder
-
     plan = config.warm_start
-    tokenizer = AutoTokenizer.from_pretrained(model_folder(config, paths), local_files_only=True)
-    demonstrations = edges.load(plan.data, Path(config.run.edges_folder))(config.run.seed, plan.steps * plan.batch_size)
-    random.Random(config.run.seed).shuffle(demonstrations)
+    tokenizer = AutoTokenizer.from_pretrained(paths.model_of(config), local_files_only=True)
+    demonstrations = _demonstrations(config, plan.steps * plan.batch_size)
     losses = []
     for step in range(plan.steps):
         batch = demonstrations[step * plan.batch_size : (step + 1) * plan.batch_size]
@@ -32,8 +28,18 @@ def warm_start(trainer: Trainer, config: Config, paths: RunPaths, poll: Callable
         lr = plan.lr * min(1.0, (step + 1) / WARM_UP_STEPS)
         losses.append(trainer.supervised_step(list(tokens), list(masks), lr))
         poll()
-    trainer.reset_optimizer()
     return losses
+
+
+def _demonstrations(config: Config, count: int) -> list[tuple[str, str]]:
+    """Prompts and answers from the edge, in an order that depends on the seed only."""
+    name, key = config.warm_start.data, "warm_start.data"
+    function = edges.load(name, config.run.edges_folder, key=key, arguments=("seed", "count"))
+    rows = edges.call(function, config.run.seed, count, key=key)
+    if len(rows) != count:
+        raise edges.wrong(key, function, f"{count} pairs (prompt, answer)", rows)
+    random.Random(config.run.seed).shuffle(rows)
+    return rows
 
 
 def _encode(tokenizer, prompt: str, answer: str) -> tuple[list[int], list[int]]:

@@ -1,0 +1,93 @@
+"""What every rank runs: `python -m miles_hpc.main --role train|rollout --run FOLDER --attempt N --world-size W`.
+
+The only place that catches everything: whatever ends a rank leaves a verdict, then ends the world.
+"""
+
+import argparse
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from miles_hpc import config as configuration
+from miles_hpc import loop, signals, verdicts
+from miles_hpc.config import Config
+from miles_hpc.errors import UserError
+from miles_hpc.heartbeat import Heartbeat
+from miles_hpc.paths import RunPaths
+from miles_hpc.world import World, connect
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run this rank to its verdict; never returns an exit code other than through `sys.exit` or the end of the world."""
+    told = _parse(arguments)
+    signals.install()
+    paths = RunPaths(told.run)
+    rank = int(os.environ.get("SLURM_PROCID", os.environ.get("PMI_RANK", 0)))
+    heartbeat = Heartbeat(paths.heartbeat(rank), told.role, rank, told.attempt)
+    heartbeat.enter("start")
+    world: list[World] = []
+    try:
+        config = configuration.read(paths.config)
+        kind = _run(told, config, paths, heartbeat, world)
+    except BaseException as error:
+        _fail(error, paths, told.attempt, heartbeat)
+        _end(world)
+    if rank == 0:
+        verdicts.write(paths, told.attempt, kind=kind, **heartbeat.state() | {"signal": signals.noted()})
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m miles_hpc.main", description=__doc__)
+    parser.add_argument("--role", choices=("train", "rollout"), required=True)
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--world-size", type=int, required=True)
+    return parser.parse_args(arguments)
+
+
+def _run(told: argparse.Namespace, config: Config, paths: RunPaths, heartbeat: Heartbeat, world: list[World]) -> str:
+    """Build this rank's role and run it; `world` receives the world as soon as there is one."""
+    from miles_hpc import versions
+
+    versions.check()
+    if told.role == "train":
+        from miles_hpc.train.build import build
+
+        world.append(connect("train", told.world_size, heartbeat.beat))
+        role = build(config, paths, world[0], told.attempt, heartbeat)
+        kind = loop.train(role)
+    else:
+        from miles_hpc.rollout.build import build, start_engine
+
+        # Before MPI: the engine needs the longest to start, and its host must never see the world.
+        engine = start_engine(config, paths, heartbeat)
+        world.append(connect("rollout", told.world_size, heartbeat.beat))
+        role = build(config, paths, world[0], told.attempt, heartbeat, engine)
+        kind = loop.rollout(role)
+        engine.shutdown()
+    world[0].barrier(config.patience_seconds, "all ranks to finish")
+    return kind
+
+
+def _fail(error: BaseException, paths: RunPaths, attempt: int, heartbeat: Heartbeat) -> None:
+    """The error in this rank's log and, if no other rank was faster, in the verdict."""
+    if isinstance(error, UserError):
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    fields = heartbeat.state() | verdicts.of_error(error, paths.folder)
+    verdicts.write(paths, attempt, **fields)
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _end(world: list[World]) -> None:
+    """End all ranks. No clean-up of process groups: after a failed collective that would hang."""
+    if world:
+        world[0].abort(1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Puts a rollout rank together: engine, prompts, reward, weight receiver."""
+
+from miles_hpc import data
+from miles_hpc.config import Config
+from miles_hpc.device import backend
+from miles_hpc.heartbeat import Heartbeat
+from miles_hpc.metrics import Clock
+from miles_hpc.paths import RunPaths
+from miles_hpc.rollout.engine import EngineHost
+from miles_hpc.rollout.generate import Generator
+from miles_hpc.rollout.reward import Reward
+from miles_hpc.rollout.role import RolloutRole
+from miles_hpc.samples.exchange import Outbox
+from miles_hpc.sync import Receiver
+from miles_hpc.world import World
+
+
+def start_engine(config: Config, paths: RunPaths, heartbeat: Heartbeat) -> EngineHost:
+    """Start the engine's host and return at once; it is awaited in `build`."""
+    engine = EngineHost(config, paths.model_of(config), log=None, poll_hook=heartbeat.beat)
+    engine.start()
+    return engine
+
+
+def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat: Heartbeat, engine: EngineHost) -> RolloutRole:
+    """A rollout rank, ready for `loop.rollout`.
+
+    Raises:
+        DataError, EdgeError: prompts or reward. EngineError, EngineDied: the engine did not start.
+    """
+    heartbeat.enter("build")
+    seconds = config.patience_seconds
+    tokenizer = data.tokenizer_of(paths.model_of(config))
+    prompts = data.load(config, "train", tokenizer)
+    held_out = data.load(config, "eval", tokenizer) if config.data.eval else None
+    reward = Reward.of(config)
+    heartbeat.enter("engine start")
+    engine.wait_ready()
+    generator = Generator(config, engine, prompts, reward, held_out)
+    receiver = Receiver(world, engine, config.rollout.tensor_parallel, backend(), heartbeat, seconds)
+    outbox = Outbox(world, paths, attempt, seconds)
+    return RolloutRole(config, paths, world, prompts, generator, receiver, outbox, Clock(heartbeat), seconds)

@@ -1,0 +1,120 @@
+"""A rollout rank's part in the loop: what `loop.rollout` calls, in that order."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from miles_hpc import evaluation, metrics
+from miles_hpc.config import Config
+from miles_hpc.data import Prompts
+from miles_hpc.paths import RunPaths
+from miles_hpc.rollout.generate import Generator
+from miles_hpc.samples import store
+from miles_hpc.samples.exchange import FIRST_STEP, Finished, Outbox, Shard
+from miles_hpc.sync import Receiver
+from miles_hpc.world import World
+
+
+@dataclass
+class RolloutRole:
+    config: Config
+    paths: RunPaths
+    world: World
+    prompts: Prompts
+    generator: Generator
+    receiver: Receiver
+    outbox: Outbox
+    clock: metrics.Clock
+    seconds: float
+    """Deadline of a wait for the other role."""
+    backlog: Mapping[int, list[Shard]] = field(default_factory=dict)
+    """Complete shards that an earlier attempt left, by step."""
+
+    def __post_init__(self) -> None:
+        self.steps, self.staleness = self.config.run.steps, self.config.rollout.staleness
+        self.board: metrics.Board | None = None
+
+    def start(self) -> int:
+        """Hear the first step from the trainer; learn what an earlier attempt has left from it on."""
+        lead = self.world.train[0]
+        step = self.world.receive(FIRST_STEP, self.seconds, "the trainer to say the first step", source=lead)
+        found = leftovers(self.paths, step, self.steps) if self.world.leads else None
+        self.backlog = self.world.share(found, self.seconds, "the shards of an earlier attempt")
+        if self.world.leads:
+            self.board = metrics.Board(self.paths.tensorboard("rollout"), step)
+        return step
+
+    def receive(self, version: int) -> bool:
+        """Have weights of `version` in the engine, evaluate them if due; False if the run ends here."""
+        if version <= self.receiver.version:
+            return True
+        going_on = self.receiver.receive(version)
+        if evaluation.due(self.config, version):
+            self._evaluate(version)
+        return going_on
+
+    def generate(self, step: int) -> None:
+        """This engine's share of the step's groups, written and announced; what is on disk is not generated again."""
+        old = self.backlog.get(step, [])
+        missing = np.setdiff1d(self._ids(step), [i for shard in old for i in shard.prompt_ids], assume_unique=True)
+        if self.world.leads:
+            for shard in old:
+                self.outbox.announce(shard)
+        mine = missing[self.world.role_rank :: self.world.role_size]
+        with self.clock("rollout", step):
+            for samples in self.generator.groups(step, mine, self.receiver.version):
+                self.outbox.put(step, samples)
+        timing, dropped = self.generator.timing, sorted(self.generator.reward_errors)
+        seconds = {"rollout": timing.generate_seconds, "reward": timing.reward_seconds}
+        self.outbox.announce(Finished(step, seconds, timing.generated_tokens, dropped))
+        self._report(step)
+
+    def _ids(self, step: int) -> np.ndarray:
+        return self.prompts.ids_of_step(step, self.config.rollout.prompts_per_step)
+
+    def _evaluate(self, version: int) -> None:
+        with self.clock("evaluation", version):
+            started = time.monotonic()
+            share = self.generator.evaluate(self.world.role_rank, self.world.role_size)
+        score = evaluation.Score(version, share.reward_sum, share.prompts, time.monotonic() - started)
+        evaluation.send(self.world, score, self.seconds)
+
+    def _report(self, step: int) -> None:
+        """What this engine saw, by the first rollout rank."""
+        for prompt_id, error in self.generator.reward_errors.items():
+            print(f"step {step}: group of prompt {prompt_id} dropped: {error}", flush=True)
+        if not self.board:
+            return
+        timing = self.generator.timing
+        figures = {
+            "engine/tokens_per_s": timing.generated_tokens / max(timing.generate_seconds, 1e-9),
+            "engine/generate_seconds": timing.generate_seconds,
+            "engine/reward_seconds": timing.reward_seconds,
+            "engine/reward_work_seconds": timing.reward_work_seconds,
+            "engine/weight_version": float(self.receiver.version),
+        }
+        self.board.scalars(step, figures)
+
+
+def leftovers(paths: RunPaths, first: int, steps: int) -> dict[int, list[Shard]]:
+    """Complete shards of the steps from `first` on, found by listing the folders; damaged ones are set aside and named."""
+    found: dict[int, list[Shard]] = {}
+    for step in range(first, steps):
+        if not paths.step_samples(step).is_dir():
+            continue
+        shards = [shard for file in store.on_disk(paths, step) if (shard := _readable(step, file))]
+        if shards:
+            found[step] = shards
+    return found
+
+
+def _readable(step: int, file: Path) -> Shard | None:
+    try:
+        prompt_ids = np.unique(store.read(file, deadline=0).prompt_ids)
+    except store.SampleError as error:
+        print(f"set aside as {store.set_aside(file).name}: {error}", flush=True)
+        return None
+    return Shard(step, str(file), [int(i) for i in prompt_ids])

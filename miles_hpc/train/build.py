@@ -1,0 +1,48 @@
+"""Puts a training rank together: trainer, checkpoints, weight sender."""
+
+import logging
+import os
+import warnings
+
+from miles_hpc.checkpoint import Checkpoints
+from miles_hpc.config import Config
+from miles_hpc.heartbeat import Heartbeat
+from miles_hpc.metrics import Clock
+from miles_hpc.paths import RunPaths
+from miles_hpc.sync import Sender, open_store
+from miles_hpc.train.role import TrainRole
+from miles_hpc.train.trainer import Trainer
+from miles_hpc.world import World
+
+
+def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat: Heartbeat) -> TrainRole:
+    """A training rank, ready for `loop.train`; collective over the training ranks.
+
+    Raises:
+        ModelError: a checkpoint the trainer cannot hold.
+    """
+    _quiet(world)
+    heartbeat.enter("build")
+    seconds = config.patience_seconds
+    folder = paths.model_of(config)
+    trainer = Trainer(config, folder, world.role_rank, world.role_size, _store(world, seconds))
+    sender = Sender(world, trainer, folder, heartbeat, seconds)
+    checkpoints = Checkpoints(paths, config.checkpoint.keep, world.role_barrier, world.leads)
+    return TrainRole(config, paths, world, attempt, trainer, checkpoints, Clock(heartbeat), sender, seconds)
+
+
+def _store(world: World, seconds: float):
+    """The training ranks' rendezvous: the first binds a port of the kernel's choice and tells the others over MPI."""
+    from torch.distributed import TCPStore
+
+    store = open_store(world.address) if world.leads else None
+    address, port = world.share((world.address, store.port) if store else None, seconds, "the trainers' rendezvous")
+    return store or TCPStore(address, port, is_master=False)
+
+
+def _quiet(world: World) -> None:
+    """Gloo on one host talks over loopback, whatever the host name resolves to; library chatter stays below warnings."""
+    if len(set(world.hosts)) == 1:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
