@@ -1,0 +1,58 @@
+"""The SGLang plugin (entry-point group `sglang.srt.plugins`): SGLang loads it in each of its processes and calls `register`."""
+
+import os
+import sys
+import traceback
+from typing import Any
+
+ENGINE = "MILES_HPC_ENGINE"
+"""Environment variable set by our engine host; other programs that use SGLang in this environment are left alone."""
+
+
+def register() -> None:
+    """Install the keyed sampler, and what SGLang 0.5.16 asks of CUDA on a machine that has none.
+
+    SGLang logs a failing plugin and goes on without it; samples would then silently depend on the batch. So a failure here
+    ends the process.
+    """
+    if not os.environ.get(ENGINE):
+        return
+    try:
+        _register()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(70)
+
+
+def _register() -> None:
+    import torch
+    from sglang.srt.layers.sampler import register_sampler_backend
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.utils import weight_checker
+
+    from miles_hpc.digest import digest
+    from miles_hpc.rollout.sampler import KeyedSampler, carry_seeds
+
+    # SGLang forces the backend name "pytorch" on a CPU; custom factories win over built-in names.
+    register_sampler_backend("pytorch", KeyedSampler)
+    SamplingBatchInfo.adjusted_from_schedule_batch = carry_seeds
+    # SGLang hashes differently on CPU and CUDA; with ours the trainer can compute the same value on either.
+    weight_checker._hash_tensor = digest
+    if not torch.cuda.is_available():
+        _without_cuda(torch)
+
+
+def _without_cuda(torch: Any) -> None:
+    from sglang.srt.state_capturer import base
+
+    base.BaseHostCache.__init__ = _pageable_cache
+    torch.cuda.synchronize = lambda *_: None  # utils/weight_checker.py calls it whatever the device
+
+
+def _pageable_cache(self: Any, num_tokens: int, num_layers: int, topk_size: int, name: str) -> None:
+    """`BaseHostCache.__init__` without pinned memory, which needs CUDA."""
+    import torch
+
+    self.buffer = torch.zeros((num_tokens, num_layers, topk_size), dtype=torch.int32)
+    self.num_tokens, self.num_layers, self.topk_size, self.name = num_tokens, num_layers, topk_size, name
