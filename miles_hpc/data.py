@@ -1,0 +1,227 @@
+"""Prompts: where they come from, their order, and their tokens.
+
+A prompt id (int64) is `epoch * rows + row`. The order of an epoch is a permutation keyed by (seed, epoch), so the prompts of
+a step depend on the configuration only, never on attempts or engines.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from miles_hpc import edges
+from miles_hpc.config import Config, Data, is_edge
+from miles_hpc.errors import DataError, ModelError
+
+Split = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt as it was given."""
+
+    prompt: str | list[dict[str, str]]
+    """Text, or chat messages with `role` and `content`."""
+    label: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Prompts:
+    """The prompts of one split.
+
+    Args:
+        rows: at least one.
+        tokenizer: of the model (`tokenizer_of`), or None if no tokens are needed.
+        chat: render with the tokenizer's chat template.
+        seed: of the order.
+        source: file or edge, for messages.
+    """
+
+    def __init__(self, rows: list[Row], tokenizer: Any, *, chat: bool, seed: int, source: str) -> None:
+        self.rows, self.tokenizer, self.chat, self.seed, self.source = rows, tokenizer, chat, seed, source
+        self._orders: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, prompt_id: int) -> Row:
+        return self.rows[prompt_id % len(self.rows)]
+
+    def order(self, epoch: int) -> np.ndarray:
+        """The rows in the order of `epoch`, int64 [rows]."""
+        if epoch not in self._orders:
+            self._orders = {epoch: np.random.default_rng([self.seed, epoch]).permutation(len(self.rows))}
+        return self._orders[epoch]
+
+    def ids_of_step(self, step: int, count: int) -> np.ndarray:
+        """Prompt ids of a step of `count` prompts, int64 [count]; steps follow each other across epochs without gap or repeat.
+
+        `step` counts from 0 and `count` is the same for every step of a run.
+        """
+        epochs, places = np.divmod(np.arange(step * count, (step + 1) * count, dtype=np.int64), len(self.rows))
+        rows = np.concatenate([self.order(int(epoch))[places[epochs == epoch]] for epoch in np.unique(epochs)])
+        return epochs * len(self.rows) + rows
+
+    def text(self, row: int) -> str:
+        """What the model sees: the prompt, rendered with the chat template if `chat`."""
+        prompt = self.rows[row].prompt
+        if not self.chat:
+            return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    def tokens(self, row: int) -> list[int]:
+        """Token ids of `text(row)`."""
+        return self.tokenizer(self.text(row), add_special_tokens=not self.chat)["input_ids"]
+
+    def check(self, limit: int) -> int:
+        """The longest prompt in tokens.
+
+        Raises:
+            DataError: a prompt has more than `limit` tokens, or none; the first such row is named.
+        """
+        if self.chat and not self.tokenizer.chat_template:
+            raise DataError(
+                "data.chat = true, but the model's tokenizer has no chat template",
+                where=self.source,
+                next_step="set data.chat = false, or use an instruction-tuned model",
+            )
+        longest = 0
+        for row in range(len(self.rows)):
+            count = len(self.tokens(row))
+            if not 0 < count <= limit:
+                raise DataError(
+                    f"prompt {row} has {count} tokens; from 1 to {limit} fit (model.context_length - rollout.max_new_tokens)",
+                    where=f"{self.source}, row {row}",
+                    next_step="raise model.context_length, lower rollout.max_new_tokens, or shorten the prompt",
+                )
+            longest = max(longest, count)
+        return longest
+
+
+def load(config: Config, split: Split, tokenizer: Any = None) -> Prompts:
+    """The prompts of `data.prompts` or `data.eval`.
+
+    Raises:
+        DataError: missing file or column, no rows, not UTF-8, not JSON, a prompt of the wrong type. EdgeError.
+    """
+    source = config.data.prompts if split == "train" else config.data.eval
+    rows = list(_rows(config, source, split))
+    if not rows:
+        raise DataError("there are no prompts", where=source)
+    return Prompts(rows, tokenizer, chat=config.data.chat, seed=config.run.seed, source=source)
+
+
+def tokenizer_of(model_folder: Path) -> Any:
+    """The tokenizer of a checkpoint, from its own files only.
+
+    Raises:
+        ModelError: the folder has none that transformers can read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"no usable tokenizer: {edges.describe(error)[:300]}", where=str(model_folder)) from None
+
+
+def _rows(config: Config, source: str, split: Split) -> Iterator[Row]:
+    if is_edge(source):
+        yield from _from_edge(config, source, split)
+        return
+    file = Path(source)
+    if not file.is_file():
+        raise DataError("no such file", where=source, next_step="data.prompts and data.eval name a .jsonl or .parquet file")
+    records = _parquet(file, config.data) if file.suffix == ".parquet" else _jsonl(file)
+    for number, record in records:
+        yield _row(record, config.data, f"{source}, {number}")
+
+
+def _from_edge(config: Config, source: str, split: Split) -> Iterator[Row]:
+    key = "data.prompts" if split == "train" else "data.eval"
+    function = edges.load(source, config.run.edges_folder, key=key, arguments=("split", "seed"))
+    items = edges.call(function, split, config.run.seed, key=f"{key} = {source!r}")
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise edges.wrong(key, function, "a list of dicts with prompt, label and metadata", items)
+    columns = Data(prompts=source)
+    for number, item in enumerate(items):
+        yield _row(item, columns, f"{source}, row {number}")
+
+
+def _jsonl(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"line {number}", _record(line, f"{file}, line {number}")
+
+
+def _record(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8: byte {error.start} of the line is 0x{line[error.start]:02x}", where=where) from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"not JSON: {error.msg} at column {error.colno}", where=where) from None
+    if not isinstance(record, dict):
+        raise DataError(f"a JSON object is needed, got {type(record).__name__}", where=where)
+    return record
+
+
+def _parquet(file: Path, columns: Data) -> Iterator[tuple[str, dict[str, Any]]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        parquet = pyarrow.parquet.ParquetFile(file)
+        wanted = [columns.prompt_column, columns.label_column, columns.metadata_column]
+        there = parquet.schema_arrow.names
+        _need(columns.prompt_column, there, str(file))
+        number = 0
+        for batch in parquet.iter_batches(columns=[name for name in wanted if name in there]):
+            for record in batch.to_pylist():
+                yield f"row {number}", record
+                number += 1
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise DataError(f"not a readable Parquet file: {edges.describe(error)[:300]}", where=str(file)) from None
+
+
+def _row(record: Mapping[str, Any], columns: Data, where: str) -> Row:
+    _need(columns.prompt_column, list(record), where)
+    prompt = record[columns.prompt_column]
+    if not (isinstance(prompt, str) or _is_messages(prompt)):
+        raise DataError(f"{columns.prompt_column} must be a text or a list of messages with role and content", where=where)
+    metadata = record.get(columns.metadata_column)
+    if isinstance(metadata, str):
+        metadata = _mapping(metadata, where)
+    if not isinstance(metadata, Mapping | None):
+        raise DataError(f"{columns.metadata_column} must be a mapping, got {type(metadata).__name__}", where=where)
+    return Row(prompt, record.get(columns.label_column), metadata or {})
+
+
+def _mapping(text: str, where: str) -> Any:
+    """Parquet files often hold nested values as JSON text."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise DataError("metadata is a text that is not JSON", where=where) from None
+
+
+def _is_messages(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and isinstance(m.get("role"), str) for m in prompt)
+    )
+
+
+def _need(column: str, there: list[str], where: str) -> None:
+    if column not in there:
+        raise DataError(
+            f"there is no column {column!r}; there are {', '.join(map(repr, there)) or 'none'}",
+            where=where,
+            next_step="name the column with data.prompt_column",
+        )

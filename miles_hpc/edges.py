@@ -1,0 +1,115 @@
+"""Edges: users' functions, named in the configuration as `module:function`.
+
+The folder of the TOML file is appended to `sys.path`, never put first: a user's `kernels.py` must not hide an installed
+package.
+"""
+
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from miles_hpc.errors import EdgeError
+
+
+def load(name: str, folder: str, *, key: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
+    """The function `name` ("module:function"), importable and callable with the positional `arguments`.
+
+    Args:
+        folder: the folder of the TOML file, searched last; empty: none.
+        key: the configuration key that names the function, for messages.
+        arguments: names of the positional arguments it will be called with.
+
+    Raises:
+        EdgeError: not importable (with file and line), no such function, not callable like that.
+    """
+    _append(folder)
+    module_name, _, attribute = name.partition(":")
+    function = getattr(_module(module_name, name, key, folder), attribute, None)
+    if not callable(function):
+        raise EdgeError(
+            f"module {module_name} has no function {attribute}", where=f"{key} = {name!r}", next_step=_fix(module_name)
+        )
+    _check_signature(function, name, key, arguments)
+    return function
+
+
+def call(function: Callable[..., Any], *arguments: Any, key: str) -> Any:
+    """`function(*arguments)`; whatever it raises becomes an EdgeError with the file and line that raised.
+
+    Raises:
+        EdgeError: the function raised.
+    """
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise EdgeError(f"{key} raised {describe(error)}", where=location(error)) from error
+
+
+def wrong(key: str, function: Callable[..., Any], expected: str, got: Any) -> EdgeError:
+    """The error for a return value of the wrong kind."""
+    code = inspect.unwrap(function)
+    try:
+        where = f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}"
+    except (OSError, TypeError):
+        where = repr(function)
+    return EdgeError(f"{key} must return {expected}, got {type(got).__name__}: {_excerpt(got)}", where=where)
+
+
+def describe(error: BaseException) -> str:
+    """'ValueError: text' in one line."""
+    return f"{type(error).__name__}: {error}".replace("\n", " ")
+
+
+def location(error: BaseException) -> str:
+    """'file:line' of the innermost frame of `error`; of the text itself for a syntax error."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def _append(folder: str) -> None:
+    if folder and folder not in sys.path:
+        sys.path.append(folder)
+
+
+def _module(module_name: str, name: str, key: str, folder: str) -> Any:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name != module_name and not module_name.startswith(f"{error.name}."):
+            raise EdgeError(f"{key} = {name!r} needs {error.name}, which is not installed", where=location(error)) from error
+        expected = Path(folder or ".") / f"{module_name.replace('.', '/')}.py"
+        raise EdgeError(
+            f"{key} = {name!r}: there is no module {module_name}", where=str(expected), next_step=_fix(module_name)
+        ) from None
+    except Exception as error:
+        raise EdgeError(f"{key} = {name!r} cannot be imported: {describe(error)}", where=location(error)) from error
+
+
+def _fix(module_name: str) -> str:
+    return f"put the function into {module_name}.py beside the TOML file, or correct the name"
+
+
+def _check_signature(function: Callable[..., Any], name: str, key: str, arguments: tuple[str, ...]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        return  # a builtin without a signature
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        raise EdgeError(
+            f"{key} = {name!r} has the signature {signature}; it is called with ({', '.join(arguments)}): {error}",
+            where=f"{code.co_filename}:{code.co_firstlineno}" if code else name,
+        ) from None
+
+
+def _excerpt(value: Any, length: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= length else text[: length - 3] + "..."

@@ -1,0 +1,48 @@
+"""What goes to an engine and what comes back: plain data, picklable, no torch."""
+
+from dataclasses import dataclass
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to generate.
+
+    `prompt_id` and `sample_index` (with the run's seed) key the sampling noise: the same pair gives the same noise in any
+    batch, engine and attempt.
+    """
+
+    tokens: list[int]
+    prompt_id: int
+    sample_index: int
+    max_new_tokens: int
+    greedy: bool = False
+
+
+@dataclass(frozen=True)
+class Output:
+    """One finished answer."""
+
+    tokens: list[int]
+    """Sampled token ids, the stop token included."""
+    log_probs: list[float]
+    """Natural log-probability of each token under the softmax of logits / temperature (1 for greedy requests)."""
+    stopped: bool
+    """True if a stop token came, False if `max_new_tokens` was reached."""
+
+
+def sampling_seed(run_seed: int, prompt_id: int, sample_index: int) -> int:
+    """A 63-bit key of (run seed, prompt id, sample index): a chain of splitmix64 steps (Steele, Lea, Flood 2014)."""
+    key = 0
+    for part in (run_seed, prompt_id, sample_index):
+        key = _splitmix64(key ^ (part & _MASK))
+    return key >> 1
+
+
+def _splitmix64(x: int) -> int:
+    x = (x + _GOLDEN) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)

@@ -1,0 +1,179 @@
+"""The engine's host process: `python -m miles_hpc.rollout.sglang FD`, a child of a rollout rank (see `engine.EngineHost`).
+
+SGLang kills its whole process tree when its scheduler dies, so it lives apart from the MPI rank. This process never imports
+mpi4py, ignores USR1 and USR2 (sent to every process of a Slurm step), dies with the rank, and streams finished answers back.
+
+Messages in:  ("generate", [(id, Request), ...]) | ("call", id, name, fields) | ("abort",)
+Messages out: ("ready", facts) | ("output", id, Output) | ("answer", id, value) | ("error", id or None, text)
+"""
+
+import asyncio
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from importlib.metadata import entry_points
+from multiprocessing.connection import Connection
+from typing import Any
+
+from miles_hpc.rollout import shim
+from miles_hpc.rollout.arguments import EngineArguments, server_arguments
+from miles_hpc.rollout.request import Output, Request, sampling_seed
+
+# Before sglang, and at module level: SGLang's spawned children import this module again before anything else.
+shim.install()
+
+
+def main() -> None:
+    """Start the engine, say so, serve until told to stop or until the rank is gone."""
+    parent = os.getppid()
+    _die_with_parent(parent)
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # inherited by SGLang's children
+    connection = Connection(int(sys.argv[1]))
+    arguments = connection.recv()
+    try:
+        engine = _start(arguments)
+    except BaseException:
+        connection.send(("error", None, traceback.format_exc()[-4000:]))
+        os._exit(3)
+    connection.send(("ready", {"pid": os.getpid(), "children": engine.get_all_child_pids()}))
+    engine.loop.run_until_complete(Host(engine, arguments, connection).serve())
+    engine.shutdown()
+    os._exit(0)
+
+
+def _die_with_parent(parent: int) -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(0)
+
+
+def _start(arguments: EngineArguments) -> Any:
+    import torch
+
+    cuda = torch.cuda.is_available()
+    if not cuda:
+        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    if "miles_hpc.rollout.plugin:register" not in {point.value for point in entry_points(group="sglang.srt.plugins")}:
+        raise RuntimeError("the SGLang plugin of miles_hpc has no entry point here: install the package with pip")
+    import sglang
+
+    return sglang.Engine(**server_arguments(arguments, cuda))
+
+
+class Host:
+    """Serves one connection on the engine's event loop."""
+
+    def __init__(self, engine: Any, arguments: EngineArguments, connection: Connection) -> None:
+        self.manager = engine.tokenizer_manager
+        self.arguments, self.connection = arguments, connection
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Until the other end says "exit" or closes."""
+        while (message := await asyncio.to_thread(self._receive))[0] != "exit":
+            if message[0] == "generate":
+                for key, request in message[1]:
+                    self._spawn(key, self._generate(key, request))
+            elif message[0] == "call":
+                self._spawn(message[1], self._call(*message[1:]))
+            elif message[0] == "abort":
+                self.manager.abort_request(abort_all=True)
+
+    def _receive(self) -> tuple[Any, ...]:
+        try:
+            return self.connection.recv()
+        except (EOFError, OSError):
+            return ("exit",)
+
+    def _spawn(self, key: int, work: Any) -> None:
+        task = asyncio.ensure_future(self._guard(key, work))
+        self.tasks.add(task)  # the loop keeps weak references only
+        task.add_done_callback(self.tasks.discard)
+
+    async def _guard(self, key: int, work: Any) -> None:
+        try:
+            message = await work
+        except Exception:
+            message = ("error", key, traceback.format_exc()[-4000:])
+        self.connection.send(message)
+
+    async def _generate(self, key: int, request: Request) -> tuple[Any, ...]:
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        generate = GenerateReqInput(input_ids=request.tokens, sampling_params=self._parameters(request), return_logprob=True)
+        answer = await anext(self.manager.generate_request(generate, None))
+        meta = answer["meta_info"]
+        reason = meta["finish_reason"]
+        if reason["type"] not in ("stop", "length"):
+            return ("error", key, f"generation ended by {reason}")
+        log_probs = [entry[0] for entry in meta["output_token_logprobs"]]
+        return ("output", key, Output(list(answer["output_ids"]), log_probs, reason["type"] == "stop"))
+
+    def _parameters(self, request: Request) -> dict[str, Any]:
+        return {
+            "max_new_tokens": request.max_new_tokens,
+            "temperature": 0.0 if request.greedy else self.arguments.temperature,
+            "stop_token_ids": self.arguments.stop_tokens,
+            "sampling_seed": sampling_seed(self.arguments.seed, request.prompt_id, request.sample_index),
+        }
+
+    async def _call(self, key: int, name: str, fields: dict[str, Any]) -> tuple[Any, ...]:
+        ok, message, value = await CALLS[name](self.manager, fields)
+        return ("answer", key, value) if ok else ("error", key, message)
+
+
+async def _init_group(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:
+    from sglang.srt.managers.io_struct import InitWeightsUpdateGroupReqInput
+
+    return (*await manager.init_weights_update_group(InitWeightsUpdateGroupReqInput(**fields), None), None)
+
+
+async def _destroy_group(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:
+    from sglang.srt.managers.io_struct import DestroyWeightsUpdateGroupReqInput
+
+    return (*await manager.destroy_weights_update_group(DestroyWeightsUpdateGroupReqInput(**fields), None), None)
+
+
+async def _update(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:
+    from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
+
+    request = UpdateWeightsFromDistributedReqInput(**{"load_format": "flattened_bucket"} | fields)
+    return (*await manager.update_weights_from_distributed(request, None), None)
+
+
+async def _update_from_disk(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    ok, message, _ = await manager.update_weights_from_disk(UpdateWeightFromDiskReqInput(**fields), None)
+    return ok, message, None
+
+
+async def _checksum(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:
+    """Value: per engine rank, digest by the engine's own tensor name (`qkv_proj`, `gate_up_proj` are fused)."""
+    from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+    ok, message, ranks, _ = await manager.check_weights(CheckWeightsReqInput(action="checksum"), None)
+    return ok, message, [dict(rank["checksums"]) for rank in ranks or []]
+
+
+async def _flush_cache(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:
+    answer = await manager.flush_cache(**fields)
+    return answer.success, f"flush_cache: {answer}", None
+
+
+CALLS = {
+    "init_weights_update_group": _init_group,
+    "destroy_weights_update_group": _destroy_group,
+    "update_weights_from_distributed": _update,
+    "update_weights_from_disk": _update_from_disk,
+    "checksum": _checksum,
+    "flush_cache": _flush_cache,
+}
+
+
+if __name__ == "__main__":
+    main()
