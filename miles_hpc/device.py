@@ -14,9 +14,8 @@ from typing import Any
 import torch
 
 CPU = torch.device("cpu")
-FACTORIES = (
-    "tensor zeros ones empty full arange rand randn as_tensor empty_strided empty_like zeros_like ones_like full_like"
-).split()
+FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "as_tensor", "empty_strided")
+FACTORIES_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like")
 
 
 def backend() -> str:
@@ -115,11 +114,8 @@ def _in_stream(stream: Any) -> Iterator[None]:
     yield
 
 
-def _nothing(*args: Any, **options: Any) -> None: ...
-
-
-def _zero(*args: Any, **options: Any) -> int:
-    return 0
+def _returning(value: Any) -> Callable[..., Any]:
+    return lambda *args, **options: value
 
 
 def _set(names: str, value: Any, owner: Any = torch.cuda) -> None:
@@ -127,13 +123,19 @@ def _set(names: str, value: Any, owner: Any = torch.cuda) -> None:
         setattr(owner, name, value)
 
 
+def _fill(names: str, value: Any, owner: Any = torch.cuda) -> None:
+    """One function per name: torch.compile refuses one object under two names."""
+    for name in names.split():
+        setattr(owner, name, _returning(value))
+
+
 def _devices() -> None:
-    """Rotary tables, layers and buffers are made `device=torch.cuda.current_device()`; async savers divide by the device count."""
-    _set("current_device", lambda: CPU)
-    _set("device_count", lambda: 1)
-    _set("get_device_capability", lambda *a: (0, 0))
-    _set("set_device empty_cache synchronize reset_peak_memory_stats", _nothing)
-    _set("memory_allocated memory_reserved max_memory_allocated max_memory_reserved", _zero)
+    """Rotary tables, layers and buffers are made `device=torch.cuda.current_device()`; the async writer divides by the count."""
+    _fill("current_device", CPU)
+    _fill("device_count", 1)
+    _fill("get_device_capability", (0, 0))
+    _fill("set_device empty_cache synchronize reset_peak_memory_stats", None)
+    _fill("memory_allocated memory_reserved max_memory_allocated max_memory_reserved", 0)
 
 
 def _streams() -> None:
@@ -141,28 +143,37 @@ def _streams() -> None:
     stream = Stream()
     _set("Stream", Stream)
     _set("Event", Event)
-    _set("current_stream default_stream", lambda *a: stream)
+    _fill("current_stream default_stream", stream)
     _set("stream", _in_stream)
-    _set("is_current_stream_capturing", lambda: False)
+    _fill("is_current_stream_capturing", False)
 
 
 def _random() -> None:
     """The tensor-parallel seeds are kept in the CUDA generator. `torch.manual_seed` calls `torch.cuda.manual_seed_all`, so
     neither may call back."""
     _set("manual_seed", lambda seed: torch.default_generator.manual_seed(int(seed)))
-    _set("manual_seed_all", _nothing)
+    _fill("manual_seed_all", None)
     for owner in (torch.cuda, torch.cuda.random):
-        _set("get_rng_state", lambda device="cuda": torch.get_rng_state(), owner)
-        _set("set_rng_state", lambda state, device="cuda": torch.set_rng_state(state), owner)
+        _set("get_rng_state", _get_rng_state, owner)
+        _set("set_rng_state", _set_rng_state, owner)
+
+
+def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, device: Any = "cuda") -> None:
+    torch.set_rng_state(state)
 
 
 def _tensors() -> None:
     """`.cuda()` and `device="cuda"` literals; pinned memory; and `Tensor.type()`, which the optimizers compare with
     'torch.cuda.FloatTensor'."""
-    _set("cuda pin_memory", lambda self, *a, **k: self, torch.Tensor)
-    _set("record_stream", _nothing, torch.Tensor)
+    _set("cuda", lambda self, *a, **k: self, torch.Tensor)
+    _set("pin_memory", lambda self, *a, **k: self, torch.Tensor)
+    _fill("record_stream", None, torch.Tensor)
     _set("cuda", lambda self, *a, **k: self, torch.nn.Module)
-    for name in FACTORIES:
+    for name in (*FACTORIES, *FACTORIES_LIKE):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]
     torch.Tensor.type = _cuda_type(torch.Tensor.type)  # type: ignore[method-assign,assignment]

@@ -1,7 +1,7 @@
 """Losses over answer tokens, as pure functions.
 
-All work on flat vectors of answer tokens. The mean over a mini-batch is a sum with weights that the caller computes once from the
-whole mini-batch, so that the loss does not depend on how it is split over micro-batches and ranks.
+All work on flat vectors of answer tokens. The mean over a mini-batch is a sum with weights that the caller computes once from
+the whole mini-batch, so that the loss does not depend on how it is split over micro-batches and ranks.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class PolicyLoss(NamedTuple):
     loss: Tensor
     """[] float32, with gradient."""
     kl: Tensor
-    """[] float32, k3 estimate to the reference; 0 without one."""
+    """[] float32, k3 estimate to the reference; without one, to the weights that sampled."""
     clip_fraction: Tensor
     """[] float32, share of tokens whose gradient the clip cut off."""
 
@@ -35,7 +35,9 @@ def policy_loss(
     kl_coef: float = 0.0,
     ref_log_probs: Tensor | None = None,
 ) -> PolicyLoss:
-    """Clipped policy-gradient loss `sum_t w_t * (-min(r A, clip(r, 1 - low, 1 + high) A) + kl_coef * k3)`, `r = exp(logp - old)`.
+    """Clipped policy-gradient loss: `sum_t w_t * (-min(r A, clip(r, 1 - low, 1 + high) A) + kl_coef * k3)`.
+
+    `r = exp(log_probs - old_log_probs)`.
 
     PPO (arXiv 1707.06347, eq. 7) as used by GRPO (arXiv 2402.03300, eq. 3), with the separate upper clip of DAPO
     (arXiv 2503.14476, eq. 10).
@@ -48,14 +50,14 @@ def policy_loss(
         clip_low: the ratio is clipped below at 1 - clip_low.
         clip_high: the ratio is clipped above at 1 + clip_high.
         kl_coef: weight of the KL penalty.
-        ref_log_probs: [tokens] float32, of the reference; needed if kl_coef > 0.
+        ref_log_probs: [tokens] float32, of the reference; without it there is no penalty.
     """
     ratio = torch.exp((log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     loss = -(torch.minimum(ratio * advantages, clipped * advantages) * weights).sum()
-    kl = torch.zeros_like(loss)
+    anchor = old_log_probs if ref_log_probs is None else ref_log_probs
+    kl = (k3(log_probs, anchor) * weights).sum()
     if ref_log_probs is not None:
-        kl = (k3(log_probs, ref_log_probs) * weights).sum()
         loss = loss + kl_coef * kl
     cut = torch.where(advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low) & (advantages != 0)
     return PolicyLoss(loss, kl.detach(), (cut * weights).sum().detach())

@@ -1,0 +1,179 @@
+"""Checkpoints of a run: each appears whole or not at all, and is read back only if every byte is there.
+
+    <run>/checkpoints/step-SSSSSS/   what the trainer wrote, and manifest.json: version, model, size and CRC-32 of every file
+
+All training ranks write into a hidden folder; after a barrier the first rank adds the manifest and renames the folder.
+"""
+
+import json
+import logging
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from miles_hpc.errors import CheckpointError, ModelError
+from miles_hpc.paths import RunPaths
+
+MANIFEST = "manifest.json"
+CHUNK = 1 << 22
+log = logging.getLogger(__name__)
+
+
+class State(Protocol):
+    """What is saved and restored; every method is collective over the training ranks."""
+
+    rank: int
+    size: int
+
+    @property
+    def fingerprint(self) -> dict[str, Any]: ...
+
+    def save(self, folder: Path, extra: dict[str, Any]) -> None: ...
+
+    def load(self, folder: Path) -> dict[str, Any]: ...
+
+    def gather(self, value: Any) -> list[Any]: ...
+
+
+class Checkpoints:
+    """The checkpoints of a run.
+
+    Args:
+        paths: of the run.
+        keep: newest ones kept.
+        barrier: returns when all training ranks have called it.
+        leads: True on the first training rank, which alone renames and removes.
+    """
+
+    def __init__(self, paths: RunPaths, keep: int, barrier: Callable[[], None], leads: bool) -> None:
+        self.paths, self.keep, self.barrier, self.leads = paths, keep, barrier, leads
+
+    def save(self, state: State, version: int) -> None:
+        """Save `state` as version `version`, then remove all but the newest `keep`; collective.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        folder = self.paths.checkpoint(version)
+        partial = folder.with_name(f".{folder.name}.partial")
+        if self.leads:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        self.barrier()
+        try:
+            state.save(partial, {"version": version})
+            self.barrier()
+            # Every rank reads back a share of the files, so that the sums cost little on many nodes.
+            parts = state.gather({name: _sum(partial / name) for name in _share(_files(partial), state)})
+            if self.leads:
+                manifest = _manifest_of(version, state.fingerprint, parts)
+                _commit(partial, folder, manifest)
+                self._prune()
+        except OSError as error:
+            next_step = "check space and quota of the file system"
+            raise CheckpointError(f"cannot be written: {error}", where=str(folder), next_step=next_step) from error
+        self.barrier()
+
+    def resume(self, state: State) -> int | None:
+        """Load the newest checkpoint that is complete; collective.
+
+        An incomplete or damaged one is logged with its name and passed over.
+
+        Returns:
+            Its version, or None if there is none.
+
+        Raises:
+            ModelError: it is of another model.
+        """
+        for folder in state.gather(list(_newest_first(self.paths.checkpoints)))[0]:
+            # The same answer on every rank: a shared file system may show a file to one and not yet to another.
+            problem = next((p for p in state.gather(_problem(folder, state)) if p), "")
+            if problem:
+                log.error("checkpoint %s passed over: %s", folder, problem)
+                continue
+            _check_model(folder, state.fingerprint)
+            return int(state.load(folder)["version"])
+        return None
+
+    def _prune(self) -> None:
+        for folder in list(_newest_first(self.paths.checkpoints))[self.keep :]:
+            shutil.rmtree(folder)
+
+
+def _newest_first(root: Path) -> Iterator[Path]:
+    """Folders `step-SSSSSS`, by number."""
+    found = [p for p in root.glob("step-*") if p.is_dir() and p.name.removeprefix("step-").isdigit()]
+    yield from sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def _share(names: list[str], state: State) -> list[str]:
+    return names[state.rank :: state.size]
+
+
+def _sum(file: Path) -> tuple[int, int]:
+    """Size in bytes and CRC-32 of a file."""
+    size = crc = 0
+    with file.open("rb") as stream:
+        while block := stream.read(CHUNK):
+            size += len(block)
+            crc = zlib.crc32(block, crc)
+    return size, crc
+
+
+def _commit(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
+    """Make everything durable, manifest last, then rename. A folder of the same version (of an attempt that ended before its
+    next step) is replaced."""
+    for name in manifest["files"]:
+        _sync(partial / name)
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
+    _sync(partial / MANIFEST)
+    _sync(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _manifest_of(version: int, model: dict[str, Any], parts: list[dict[str, tuple[int, int]]]) -> dict[str, Any]:
+    return {"version": version, "model": model, "files": {name: sums for part in parts for name, sums in part.items()}}
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / MANIFEST).read_text())
+
+
+def _problem(folder: Path, state: State) -> str:
+    """What is wrong with this rank's share of the files; empty if nothing is."""
+    try:
+        files = _manifest(folder)["files"]
+        for name in _share(sorted(files), state):
+            if (found := list(_sum(folder / name))) != files[name]:
+                return f"{name} is damaged (size and CRC-32 {found}, written {files[name]})"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"unreadable: {error!r}"
+    return ""
+
+
+def _check_model(folder: Path, model: dict[str, Any]) -> None:
+    saved = _manifest(folder)["model"]
+    keys = [k for k in sorted(saved | model) if saved.get(k) != model.get(k)]
+    differences = [f"{k} = {saved.get(k)} (this model: {model.get(k)})" for k in keys]
+    if differences:
+        next_step = "set model.path to the model this run began with, or begin a new run"
+        raise ModelError(f"a checkpoint of another model: {', '.join(differences)}", where=str(folder), next_step=next_step)

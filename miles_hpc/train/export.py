@@ -1,0 +1,64 @@
+"""A Hugging Face checkpoint folder, written whole or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
+NOT_COPIED = "model.safetensors.index.json"
+
+
+def export(folder: Path, source: Path, tensors: Iterator[tuple[str, Tensor]], writes: bool) -> None:
+    """Write `tensors` with the configuration and tokenizer of `source`.
+
+    Args:
+        folder: made; a folder there already is replaced.
+        source: model folder that training started from.
+        tensors: checkpoint names and whole tensors; exhausted on every rank.
+        writes: True on one rank.
+    """
+    if not writes:
+        for _ in tensors:
+            pass
+        return
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    for pattern in COPIED:
+        for file in source.glob(pattern):
+            if file.name != NOT_COPIED:
+                shutil.copyfile(file, partial / file.name)
+    _write(partial / "model.safetensors", tensors)
+    _replace(partial, folder)
+
+
+def _write(file: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    from safetensors.torch import save_file
+
+    # Copies: parameters may be views of one buffer, which safetensors refuses.
+    save_file({name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors}, file, metadata={"format": "pt"})
+
+
+def _replace(partial: Path, folder: Path) -> None:
+    for file in partial.iterdir():
+        _sync(file)
+    _sync(partial)
+    if folder.exists():
+        old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+        folder.rename(old)
+        partial.rename(folder)
+        shutil.rmtree(old)
+    else:
+        partial.rename(folder)
+    _sync(folder.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,213 @@
+"""The policy: a megatron-core model made from a Hugging Face checkpoint, and the groups of ranks it is split over.
+
+Everything that touches megatron-core's `GPTModel` (deprecated upstream in favour of `HybridModel`) is behind this file.
+"""
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from miles_hpc import device
+from miles_hpc.train import architecture
+from miles_hpc.train.loss import log_probs_and_entropy
+from miles_hpc.train.packing import Pack
+
+
+def join(
+    rank: int, size: int, rendezvous: str | dist.Store, tensor_parallel: int, expert_parallel: int, timeout: float = 600.0
+) -> None:
+    """Make `torch.distributed` and megatron's groups; collective over all training ranks.
+
+    Args:
+        rank: rank within training.
+        size: training ranks.
+        rendezvous: a store that all training ranks share, or `tcp://host:port` or `file://path`.
+        tensor_parallel: ranks that share each layer.
+        expert_parallel: ranks that share the experts of a layer.
+        timeout: seconds that a collective may take.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    device.install()
+    meeting = {"init_method": rendezvous} if isinstance(rendezvous, str) else {"store": rendezvous}
+    dist.init_process_group(device.backend(), rank=rank, world_size=size, timeout=timedelta(seconds=timeout), **meeting)
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    device.install_dispatcher()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel, expert_model_parallel_size=expert_parallel, expert_tensor_parallel_size=1
+    )
+    model_parallel_cuda_manual_seed(1)
+
+
+def leave() -> None:
+    """Undo `join`."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+class Groups:
+    """megatron's groups of ranks, as far as they are used here."""
+
+    def __init__(self) -> None:
+        from megatron.core import parallel_state
+
+        self.tensor = parallel_state.get_tensor_model_parallel_group()
+        self.data = parallel_state.get_data_parallel_group()
+        self.expert = parallel_state.get_expert_model_parallel_group()
+
+    @property
+    def world(self) -> dist.ProcessGroup:
+        return dist.group.WORLD
+
+    @property
+    def writes_samples(self) -> bool:
+        """One rank per data-parallel replica records the samples that its tensor-parallel ranks train together."""
+        return self.tensor.rank() == 0
+
+
+class Policy:
+    """Log-probabilities of packed sequences.
+
+    Args:
+        config: transformers configuration.
+        dtype: of weights and activations.
+        groups: of ranks.
+        length: longest sequence, in tokens.
+        temperature: logits are divided by it, as the sampler does.
+    """
+
+    def __init__(self, config: Any, dtype: torch.dtype, groups: Groups, length: int, temperature: float) -> None:
+        from miles_hpc.train.attention import Rotary
+
+        self.config, self.groups, self.temperature = config, groups, temperature
+        self.core_config = architecture.transformer_config(config, dtype, groups.tensor.size(), groups.expert.size())
+        self.module = build(config, self.core_config, length)
+        self.rotary = Rotary(config, length, device.device())
+        self.wrapped: Any = self.module
+        self.load = ExpertLoad(self.module)
+
+    def wrap(self) -> Any:
+        """Put megatron's data-parallel wrapper around the model; gradients are summed over ranks in float32."""
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self.wrapped = DistributedDataParallel(self.core_config, options, self.module)
+        return self.wrapped
+
+    def log_probs(self, pack: Pack) -> tuple[Tensor, Tensor]:
+        """Log-probability of each answer token and entropy of the distribution it was drawn from.
+
+        Returns:
+            [answer tokens] float32 with gradient where enabled, [answer tokens] float32 in nats.
+        """
+        logits = self.wrapped(pack.tokens, None, None, packed_seq_params=self._packed(pack))[0]
+        logits, first = self._own_vocabulary(logits[pack.before].float())
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        return log_probs_and_entropy(logits, pack.targets, first, self.groups.tensor)
+
+    def logits(self, pack: Pack) -> Tensor:
+        """[t, own vocabulary] of a whole pack, for comparison with other implementations."""
+        return self._own_vocabulary(self.wrapped(pack.tokens, None, None, packed_seq_params=self._packed(pack))[0])[0]
+
+    def _own_vocabulary(self, logits: Tensor) -> tuple[Tensor, int]:
+        """Without the rows that fill the vocabulary up to a multiple of the ranks; and the first own token id."""
+        first = logits.shape[-1] * self.groups.tensor.rank()
+        return logits[..., : max(0, self.config.vocab_size - first)], first
+
+    def _packed(self, pack: Pack) -> Any:
+        from miles_hpc.train.attention import Packed
+
+        cos, sin = self.rotary.of(pack.positions)
+        return Packed(
+            qkv_format="thd",
+            cu_seqlens_q=pack.bounds,
+            cu_seqlens_kv=pack.bounds,
+            max_seqlen_q=pack.longest,
+            max_seqlen_kv=pack.longest,
+            rows=pack.rows,
+            cells=pack.cells,
+            cos=cos,
+            sin=sin,
+        )
+
+
+def build(config: Any, core_config: Any, length: int) -> torch.nn.Module:
+    """A `GPTModel` without weights, with this project's norm and attention; rotary positions are applied in the attention."""
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    tensor_parallel = core_config.tensor_model_parallel_size
+    with _quiet():
+        module = GPTModel(
+            core_config,
+            layer_spec(core_config),
+            vocab_size=-(-config.vocab_size // tensor_parallel) * tensor_parallel,
+            max_sequence_length=length,
+            position_embedding_type="none",
+            share_embeddings_and_output_weights=config.tie_word_embeddings,
+        )
+    return module.to(device.device())
+
+
+def layer_spec(core_config: Any) -> Any:
+    """megatron's local layers, with the norms and the core attention exchanged."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from miles_hpc.train.attention import CoreAttention
+    from miles_hpc.train.norm import RMSNorm
+
+    block = get_gpt_decoder_block_spec(core_config, use_transformer_engine=False, normalization="RMSNorm")
+    block.layer_norm = RMSNorm
+    for layer in block.layer_specs:
+        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        attention.core_attention = CoreAttention
+        if core_config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return block
+
+
+class _quiet:
+    """The notice that GPTModel is deprecated is known; it would come once per rank and start."""
+
+    def __enter__(self) -> None:
+        self.before = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+
+    def __exit__(self, *error: Any) -> None:
+        logging.disable(self.before)
+
+
+class ExpertLoad:
+    """Tokens that each expert received, counted in all forwards since `clear`."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        self.routers = [m for m in module.modules() if isinstance(m, TopKRouter)]
+        self.counts: list[Tensor] = []
+        for i, router in enumerate(self.routers):
+            router.register_forward_hook(lambda m, inputs, outputs, i=i: self._add(i, outputs[1]))
+        self.clear()
+
+    def clear(self) -> None:
+        self.counts = [torch.zeros(r.config.num_moe_experts, device=device.device()) for r in self.routers]
+
+    def _add(self, layer: int, routing_map: Tensor) -> None:
+        self.counts[layer] += routing_map.sum(0)
+
+    def max_over_mean(self) -> float | None:
+        """Largest load over mean load, of the worst layer; collective. None without experts."""
+        if not self.counts:
+            return None
+        counts = torch.stack(self.counts)
+        dist.all_reduce(counts)
+        return float((counts.amax(1) / counts.mean(1).clamp(min=1e-9)).max())

@@ -1,0 +1,70 @@
+"""Sums of one step, reduced over ranks in two collectives."""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from miles_hpc import device
+from miles_hpc.samples.schema import Samples
+from miles_hpc.train.loss import PolicyLoss
+from miles_hpc.train.megatron import Groups
+
+SUMS = ("loss", "kl", "clip_fraction", "entropy", "scored", "difference", "answers", "tokens", "trained_tokens")
+
+
+class Meter:
+    """Collects while a step runs; `reduced` is collective over the data-parallel ranks."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.group = groups.data
+        self.sums = {name: torch.zeros((), dtype=torch.float64, device=device.device()) for name in SUMS}
+        self.largest = 0.0
+        self.norms: list[float] = []
+
+    def loss(self, terms: PolicyLoss, tokens: int) -> None:
+        """Of one micro-batch of `tokens` answer tokens."""
+        for name, value in terms._asdict().items():
+            self.sums[name] += value.detach()
+        self.sums["trained_tokens"] += tokens
+
+    def entropy(self, entropy: Tensor) -> None:
+        self.sums["entropy"] += entropy.sum()
+        self.sums["scored"] += len(entropy)
+
+    def optimizer_step(self, grad_norm: float) -> None:
+        self.norms.append(grad_norm)
+
+    def compare(self, samples: Samples, own: np.ndarray, log_probs: np.ndarray) -> None:
+        """Distance between the log-probabilities of trainer and sampler, over this rank's answer tokens."""
+        from miles_hpc.train.packing import spans
+
+        index = spans(samples.offsets[own], samples.lengths[own])
+        answers = index[samples.loss_mask[index] != 0]
+        distance = np.abs(log_probs[answers].astype(np.float64) - samples.rollout_log_probs[answers])
+        self.largest = float(distance.max(initial=0.0))
+        self.sums["difference"] += distance.sum()
+        self.sums["answers"] += len(answers)
+        self.sums["tokens"] += len(index)
+
+    def reduced(self) -> dict[str, float]:
+        """Means over the step: loss, kl and clip fraction per optimizer step, entropy and distance per answer token."""
+        names = list(self.sums)
+        total = torch.stack([self.sums[name] for name in names])
+        largest = torch.tensor(self.largest, dtype=torch.float64, device=total.device)
+        dist.all_reduce(total, group=self.group)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
+        s = dict(zip(names, total.tolist(), strict=True))
+        steps = max(1, len(self.norms))
+        return {
+            "train/loss": s["loss"] / steps,
+            "train/kl": s["kl"] / steps,
+            "train/clip_fraction": s["clip_fraction"] / steps,
+            "train/entropy": s["entropy"] / max(1.0, s["scored"]),
+            "train/grad_norm": sum(self.norms) / steps,
+            "train/logp_abs_diff_max": largest.item(),
+            "train/logp_abs_diff_mean": s["difference"] / max(1.0, s["answers"]),
+            "train/tokens": s["tokens"],
+            "train/trained_tokens": s["trained_tokens"],
+            "train/optimizer_steps": float(len(self.norms)),
+        }

@@ -1,0 +1,310 @@
+"""One training step: samples and advantages in, new weights and metrics out."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from miles_hpc import device
+from miles_hpc.config import Config
+from miles_hpc.errors import Diverged
+from miles_hpc.samples.schema import Samples
+from miles_hpc.train import architecture, optimizer, schedule, state, weights
+from miles_hpc.train.loss import policy_loss, token_weights
+from miles_hpc.train.megatron import Groups, Policy, join, leave
+from miles_hpc.train.metrics import Meter
+from miles_hpc.train.optimizer import AdamW
+from miles_hpc.train.packing import Demonstrations, Pack, Sequences, pack
+
+WARM_START = AdamW(lr=2e-3, weight_decay=0.01)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one step, for this rank."""
+
+    metrics: dict[str, float]
+    """Reduced over all ranks."""
+    own: np.ndarray
+    """[m] int64, the samples that this rank records; each sample of the step is recorded by exactly one rank."""
+    train_log_probs: np.ndarray
+    """[tokens of own] float32, by the weights that sampled, aligned with `samples.take(own).tokens`; 0 on prompt tokens."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who does what in a step; mini-batches are the same on all ranks, the rest is this rank's."""
+
+    shares: list[np.ndarray]
+    """Samples of each data-parallel rank."""
+    mini_batches: list[list[np.ndarray]]
+    """Per optimizer step, the samples of each data-parallel rank."""
+    forward_only: list[np.ndarray]
+    """Samples of each data-parallel rank whose log-probabilities no training forward gives."""
+
+
+class Trainer:
+    """The policy under training, on one of the training ranks. Every method is collective over them.
+
+    Args:
+        config: of the run.
+        model_folder: Hugging Face checkpoint.
+        rank: within training.
+        size: training ranks.
+        rendezvous: a store that all training ranks share, or `tcp://host:port` or `file://path`.
+
+    Raises:
+        ModelError: a checkpoint that cannot be trained, or not with this many ranks.
+    """
+
+    def __init__(self, config: Config, model_folder: Path, rank: int, size: int, rendezvous: str | dist.Store) -> None:
+        self.config, self.folder, self.rank, self.size = config.train, model_folder, rank, size
+        self.seed = config.run.seed
+        self.model_config = architecture.read(model_folder)
+        tp, ep = config.train.tensor_parallel, config.train.expert_parallel
+        architecture.check_parallel(self.model_config, tp, ep)
+        self.dtype = architecture.DTYPES[config.model.dtype]
+        join(rank, size, rendezvous, tp, ep, config.rollout.timeout_seconds)
+        self.groups = Groups()
+        self.length, self.temperature = config.model.context_length, config.rollout.temperature
+        self.policy = self._policy()
+        weights.read(self.policy.module, self.model_config, model_folder, self.groups)
+        self.ddp = self.policy.wrap()
+        self.optimizer = optimizer.build(self.ddp, self.dtype)
+        self.reference: Policy | None = None
+        self.warm = False
+
+    def _policy(self) -> Policy:
+        return Policy(self.model_config, self.dtype, self.groups, self.length, self.temperature)
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel ranks."""
+        return self.groups.data.size()
+
+    def step(self, samples: Samples, advantages: np.ndarray, step: int) -> Result:
+        """One rollout step of clipped policy gradient.
+
+        Args:
+            samples: all samples of the step, sorted, the same on all ranks.
+            advantages: [n] float32.
+            step: counted from 0; keys the shuffle and the learning-rate warm-up.
+
+        Raises:
+            Diverged: a loss or gradient norm that is not finite.
+        """
+        self._start_of_rl()
+        plan = self._plan(samples, advantages, step)
+        log_probs = np.zeros(len(samples.tokens), np.float32)
+        meter = Meter(self.groups)
+        self.policy.load.clear()
+        self._score(self.policy, samples, plan.forward_only, log_probs, meter)
+        reference = self._reference_log_probs(samples, plan)
+        optimizer.set_hyperparameters(self.optimizer, self._hyperparameters(step))
+        for shares in plan.mini_batches:
+            self._mini_batch(samples, shares, advantages, reference, log_probs if len(plan.mini_batches) == 1 else None, meter)
+        share = plan.shares[self.groups.data.rank()]
+        meter.compare(samples, share, log_probs)
+        metrics = meter.reduced() | {"train/lr": self._hyperparameters(step).lr} | self._expert_load()
+        own = share if self.groups.writes_samples else share[:0]
+        return Result(metrics, own, log_probs[_flat(samples, own)])
+
+    def _plan(self, samples: Samples, advantages: np.ndarray, step: int) -> Plan:
+        """Mini-batches first, then each is spread over the ranks, so that they do not depend on the number of ranks."""
+        everything = np.arange(len(samples))
+        keep = np.ones(len(samples), bool) if self.config.kl_coef > 0 else advantages != 0
+        lengths = samples.lengths
+        sets = schedule.mini_batches(everything[keep], self.config.mini_batches, self.seed, step)
+        mini = [schedule.balanced(s, lengths, self.replicas) for s in sets if len(s)]
+        idle = schedule.balanced(everything[~keep], lengths, self.replicas)
+        shares = [np.sort(np.concatenate([idle[r], *(m[r] for m in mini)])) for r in range(self.replicas)]
+        return Plan(shares, mini, idle if len(mini) == 1 else shares)
+
+    def _hyperparameters(self, step: int) -> AdamW:
+        c = self.config
+        warm = min(1.0, (step + 1) / c.lr_warmup_steps) if c.lr_warmup_steps else 1.0
+        return AdamW(c.lr * warm, c.beta1, c.beta2, c.weight_decay, c.clip_grad)
+
+    def _packs(self, sequences: Sequences, shares: list[np.ndarray]) -> Iterator[Pack]:
+        """This rank's micro-batches; the same number on every rank."""
+        lengths = np.diff(sequences.offsets)
+        batches = schedule.rank_micro_batches(shares, lengths, self.config.micro_batch_tokens, self.groups.data.rank())
+        for indices in batches:
+            yield pack(sequences, indices, self.groups.tensor.size(), device.device())
+
+    @torch.no_grad()
+    def _score(self, policy: Policy, samples: Samples, shares: list[np.ndarray], into: np.ndarray, meter: Meter | None) -> None:
+        """Log-probabilities without gradient, written to their places in the flat array."""
+        for batch in self._packs(samples, shares):
+            log_probs, entropy = policy.log_probs(batch)
+            into[batch.flat] = log_probs.cpu().numpy()
+            if meter:
+                meter.entropy(entropy)
+
+    def _reference_log_probs(self, samples: Samples, plan: Plan) -> np.ndarray | None:
+        if self.reference is None:
+            return None
+        log_probs = np.zeros(len(samples.tokens), np.float32)
+        self._score(self.reference, samples, plan.shares, log_probs, None)
+        return log_probs
+
+    def _mini_batch(
+        self,
+        samples: Samples,
+        shares: list[np.ndarray],
+        advantages: np.ndarray,
+        reference: np.ndarray | None,
+        log_probs: np.ndarray | None,
+        meter: Meter,
+    ) -> None:
+        """One optimizer step; `log_probs` takes the log-probabilities where this is the only one."""
+        token_weight = self._token_weights(samples.answer_lengths, np.concatenate(shares))
+        self._zero_grad()
+        for batch in self._packs(samples, shares):
+            new, entropy = self.policy.log_probs(batch)
+            terms = policy_loss(
+                new,
+                _at(samples.rollout_log_probs, batch.flat),
+                _at(advantages, batch.sample),
+                _at(token_weight, batch.sample),
+                clip_low=self.config.clip_low,
+                clip_high=self.config.clip_high,
+                kl_coef=self.config.kl_coef,
+                ref_log_probs=None if reference is None else _at(reference, batch.flat),
+            )
+            terms.loss.backward()
+            meter.loss(terms, len(batch.flat))
+            if log_probs is not None:
+                log_probs[batch.flat] = new.detach().cpu().numpy()
+                meter.entropy(entropy)
+        meter.optimizer_step(self._optimizer_step())
+
+    def _token_weights(self, answer_lengths: np.ndarray, chosen: np.ndarray, kind: str = "") -> np.ndarray:
+        """[n] float32, weight of a token of each sample in the mean over the chosen ones."""
+        token_weight = np.zeros(len(answer_lengths), np.float32)
+        token_weight[chosen] = token_weights(torch.from_numpy(answer_lengths[chosen]), kind or self.config.loss_mean).numpy()
+        return token_weight
+
+    def _zero_grad(self) -> None:
+        self.ddp.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def _optimizer_step(self) -> float:
+        """Sum gradients over ranks, clip, update. Returns the gradient norm before the clip.
+
+        Raises:
+            Diverged: the norm is not finite (a loss that is not finite shows here too, on all ranks alike).
+        """
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads([self.ddp])
+        _, norm, _ = self.optimizer.step()
+        if norm is None or not math.isfinite(norm):
+            raise Diverged(
+                f"gradient norm is {norm}",
+                where=f"train rank {self.rank}",
+                next_step="resume from the last checkpoint with a lower train.lr",
+            )
+        return float(norm)
+
+    def _expert_load(self) -> dict[str, float]:
+        load = self.policy.load.max_over_mean()
+        return {} if load is None else {"train/expert_load_max_over_mean": load}
+
+    def supervised_step(self, tokens: list[list[int]], masks: list[list[int]], lr: float) -> float:
+        """One optimizer step of cross entropy on the masked tokens (warm start).
+
+        Args:
+            tokens: prompt and answer of each demonstration; the same on all ranks.
+            masks: 1 on answer tokens.
+            lr: learning rate.
+
+        Returns:
+            Mean negative log-likelihood per answer token, in nats.
+
+        Raises:
+            Diverged: the gradient norm is not finite.
+        """
+        data = Demonstrations.of(tokens, masks)
+        everything = np.arange(len(tokens))
+        answer_lengths = np.add.reduceat(data.loss_mask.astype(np.int64), data.offsets[:-1])
+        token_weight = self._token_weights(answer_lengths, everything, "token")
+        optimizer.set_hyperparameters(self.optimizer, WARM_START._replace(lr=lr))
+        self._zero_grad()
+        total = torch.zeros((), device=device.device())
+        for batch in self._packs(data, schedule.balanced(everything, np.diff(data.offsets), self.replicas)):
+            loss = -(self.policy.log_probs(batch)[0] * _at(token_weight, batch.sample)).sum()
+            loss.backward()
+            total += loss.detach()
+        self._optimizer_step()
+        self.warm = True
+        dist.all_reduce(total, group=self.groups.data)
+        return float(total)
+
+    def reset_optimizer(self) -> None:
+        """Forget all moments and step counters, as after a warm start."""
+        optimizer.reset(self.optimizer)
+        self.warm = False
+
+    def _start_of_rl(self) -> None:
+        """After a warm start the optimizer starts afresh; the reference policy is the one that RL starts from."""
+        if self.warm:
+            self.reset_optimizer()
+        if self.config.kl_coef > 0 and self.reference is None:
+            self.reference = self._policy()
+            self.reference.module.load_state_dict(self.policy.module.state_dict())
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors under Hugging Face checkpoint names, in a fixed order, on every rank. Exhaust it on all ranks."""
+        return weights.stream(self.policy.module, self.model_config, self.groups)
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """Architecture and sizes; a checkpoint with another one is of another model."""
+        return weights.sizes(self.model_config)
+
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+        """Write weights, optimizer, random states and `extra` (JSON-able) into an existing folder."""
+        state.save(folder, self.policy, self.optimizer, self.reference, extra)
+
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Restore what `save` wrote; returns `extra`.
+
+        Raises:
+            CheckpointError: it was saved with another expert parallelism.
+        """
+        if self.config.kl_coef > 0 and state.read_common(folder)["has_reference"]:
+            self.reference = self._policy()
+        return state.load(folder, self.policy, self.optimizer, self.reference)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The `value` of every training rank, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def export(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face checkpoint that transformers loads. `folder` appears whole or not at all."""
+        from miles_hpc.train.export import export
+
+        export(folder, self.folder, self.weights(), self.rank == 0)
+        dist.barrier()
+
+    def close(self) -> None:
+        leave()
+
+
+def _flat(sequences: Sequences, indices: np.ndarray) -> np.ndarray:
+    from miles_hpc.train.packing import spans
+
+    return spans(sequences.offsets[indices], np.diff(sequences.offsets)[indices])
+
+
+def _at(values: np.ndarray, index: np.ndarray) -> Tensor:
+    return torch.from_numpy(values[index]).to(device.device())

@@ -1,0 +1,152 @@
+"""Weights in and out of a model, one parameter at a time, as Hugging Face checkpoint tensors."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from miles_hpc.errors import ModelError
+from miles_hpc.train.convert import Dims, Rule, rules
+from miles_hpc.train.megatron import Groups
+
+SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SIZES += ("num_key_value_heads", "tie_word_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+IGNORED = ("lm_head.weight", ".rotary_emb.inv_freq")
+
+
+def read(module: torch.nn.Module, config: Any, folder: Path, groups: Groups) -> None:
+    """Load this rank's part of a Hugging Face checkpoint.
+
+    Raises:
+        ModelError: no safetensors, missing or unexpected tensors, or a tensor of another shape.
+    """
+    files = _files(folder)
+    check_names(files, config, folder)
+    params = dict(module.named_parameters())
+    dims = Dims.of(config)
+    with _Reader(files) as reader, torch.no_grad():
+        for rule in rules(config):
+            name = local_name(rule, config, groups)
+            if name is None:
+                continue
+            tensors = [reader.get(source) for source in rule.sources]
+            rank, size = (groups.tensor.rank(), groups.tensor.size()) if rule.layout.split else (0, 1)
+            try:
+                part = rule.layout.shard(tensors, dims, rank, size)
+                same = part.shape == params[name].shape
+            except RuntimeError:  # rows that do not divide into heads
+                same = False
+            if not same:
+                shapes = ", ".join(f"{s} {tuple(t.shape)}" for s, t in zip(rule.sources, tensors, strict=True))
+                raise ModelError(f"tensor shapes do not fit config.json: {shapes}", where=str(folder))
+            params[name].copy_(part)
+
+
+def check_names(files: dict[str, Path], config: Any, folder: Path) -> None:
+    """Compare a checkpoint's names with those that its configuration asks for.
+
+    Raises:
+        ModelError: naming missing and unexpected tensors.
+    """
+    wanted = {source for rule in rules(config) for source in rule.sources}
+    missing = sorted(wanted - files.keys())
+    unexpected = sorted(name for name in files.keys() - wanted if not name.endswith(IGNORED))
+    kinds = {"missing": missing, "unexpected": unexpected}
+    problems = [f"{kind} tensors: {_some(names)}" for kind, names in kinds.items() if names]
+    if problems:
+        raise ModelError("; ".join(problems), where=str(folder), next_step="compare config.json with the safetensors files")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Tensor name -> file."""
+    from safetensors import SafetensorError, safe_open
+
+    names: dict[str, Path] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt") as tensors:
+                names.update(dict.fromkeys(tensors.keys(), file))
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"damaged checkpoint file: {error}", where=str(file)) from None
+    if not names:
+        raise ModelError("no *.safetensors in the model folder", where=str(folder))
+    return names
+
+
+class _Reader:
+    """Tensors by name, each file opened once."""
+
+    def __init__(self, files: dict[str, Path]) -> None:
+        self.files, self.open = files, {}
+
+    def get(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        file = self.files[name]
+        if file not in self.open:
+            self.open[file] = safe_open(file, "pt").__enter__()
+        return self.open[file].get_tensor(name)
+
+    def __enter__(self) -> "_Reader":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for handle in self.open.values():
+            handle.__exit__(None, None, None)
+
+
+def local_name(rule: Rule, config: Any, groups: Groups) -> str | None:
+    """The parameter's name on this rank; None for an expert of another rank."""
+    if rule.expert < 0:
+        return rule.name
+    per_rank = config.num_experts // groups.expert.size()
+    owner, local = divmod(rule.expert, per_rank)
+    return rule.name.format(expert=local) if owner == groups.expert.rank() else None
+
+
+def stream(module: torch.nn.Module, config: Any, groups: Groups) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors under Hugging Face checkpoint names, in the order of `convert.rules`, on every rank; collective.
+
+    Holds one parameter at a time. Tied embeddings come once, as `model.embed_tokens.weight`.
+    """
+    params = dict(module.named_parameters())
+    dims = Dims.of(config)
+    with torch.no_grad():
+        for rule in rules(config):
+            yield from zip(rule.sources, rule.layout.whole(_parts(rule, params, config, groups), dims), strict=True)
+
+
+def _parts(rule: Rule, params: dict[str, Any], config: Any, groups: Groups) -> list[Tensor]:
+    if rule.expert >= 0:
+        return [_from_owner(rule, params, config, groups)]
+    own = params[rule.name].detach()
+    if not rule.layout.split or groups.tensor.size() == 1:
+        return [own]
+    parts = [torch.empty_like(own) for _ in range(groups.tensor.size())]
+    dist.all_gather(parts, own.contiguous(), groups.tensor)
+    return parts
+
+
+def _from_owner(rule: Rule, params: dict[str, Any], config: Any, groups: Groups) -> Tensor:
+    """An expert's parameter, sent by the rank of the expert-parallel group that holds it."""
+    name = local_name(rule, config, groups)
+    # All experts have the same shapes: the first local one tells this one's.
+    own = params[name or rule.name.format(expert=0)].detach()
+    if groups.expert.size() == 1:
+        return own
+    tensor = own.contiguous() if name else torch.empty_like(own)
+    owner = rule.expert // (config.num_experts // groups.expert.size())
+    dist.broadcast(tensor, dist.get_global_rank(groups.expert, owner), groups.expert)
+    return tensor
+
+
+def sizes(config: Any) -> dict[str, Any]:
+    """What must be equal for a checkpoint to be of the same model."""
+    return {key: getattr(config, key) for key in SIZES if getattr(config, key, None) is not None}
