@@ -104,14 +104,14 @@ def _at_least_one(text: str) -> int:
 def _run(options: argparse.Namespace) -> int:
     from miles_hpc.launchers import submission
 
-    submitted = submission.run(options.file, options.set, local=options.local)
+    submitted = submission.run(options.file, options.set, without_slurm=options.local)
     return submission.follow(submitted, watch=options.watch)
 
 
 def _resume(options: argparse.Namespace) -> int:
     from miles_hpc.launchers import submission
 
-    submitted = submission.resume(_existing(options.run), local=options.local)
+    submitted = submission.resume(_existing(options.run), without_slurm=options.local)
     return submission.follow(submitted, watch=options.watch)
 
 

@@ -30,6 +30,11 @@ class RunPaths:
         return self.folder / "job.sbatch"
 
     @property
+    def rank_map(self) -> Path:
+        """Which ranks have which role, for `srun --multi-prog` in a homogeneous job."""
+        return self.folder / "ranks.conf"
+
+    @property
     def job_log(self) -> Path:
         """What the batch script printed, over all attempts."""
         return self.folder / "job.log"
@@ -73,6 +78,10 @@ class RunPaths:
     def launcher_log(self, attempt: int) -> Path:
         """What srun or mpiexec said about the ranks."""
         return self.attempt(attempt) / "launcher.log"
+
+    def hosts(self, attempt: int) -> Path:
+        """Node of every rank, one a line."""
+        return self.attempt(attempt) / "hosts"
 
     def start(self, attempt: int) -> Path:
         """Where and from which checkpoint the attempt started (JSON)."""

@@ -1,0 +1,125 @@
+"""What can be known before the queue: partitions and nodes, files, edges. User code is parsed, never run."""
+
+import ast
+import difflib
+import importlib.util
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from miles_hpc.launchers.controller import Partition
+from miles_hpc.launchers.spec import JobSpec
+
+from miles_hpc import config as configuration
+from miles_hpc.config import Config
+from miles_hpc.errors import DataError, EdgeError, ModelError, SiteError
+
+
+def check_nodes(job: JobSpec, partitions: dict[str, Partition]) -> None:
+    """Partitions exist and have as many nodes as the components want together.
+
+    Raises:
+        SiteError: they do not.
+    """
+    default = next((p.name for p in partitions.values() if p.default), "")
+    wanted: Counter[str] = Counter()
+    for component in job.components if job.single is None else (job.single,):
+        for name in (component.partition or default).split(","):
+            if name and name not in partitions:
+                near = difflib.get_close_matches(name, partitions) or sorted(partitions)
+                raise SiteError(
+                    f"no partition {name!r} here; did you mean {', '.join(near)}?", where=f"slurm.{component.role}.partition"
+                )
+        wanted[component.partition or default] += component.nodes
+    for names, nodes in wanted.items():
+        there = sum(partitions[n].nodes for n in names.split(",") if n in partitions)
+        if names and nodes > there:
+            raise SiteError(
+                f"{nodes} nodes wanted, partition {names} has {there}",
+                where="slurm.train.nodes, slurm.rollout.nodes",
+                next_step="ask for fewer nodes, or name another partition",
+            )
+
+
+def check_files(config: Config) -> None:
+    """Model, data and edge files exist; edges define their function. User code is read, never run.
+
+    Raises:
+        ModelError, DataError, EdgeError: one of them does not.
+    """
+    folder = Path(config.run.edges_folder)
+    model = Path(config.model.path)
+    if config.model.path and not config.model.source and not (model / "config.json").is_file():
+        raise ModelError("no Hugging Face checkpoint there (config.json is missing)", where=f"model.path = {model}")
+    for key in ("prompts", "eval"):
+        _check_data(f"data.{key}", getattr(config.data, key))
+    for key, edge in edges(config):
+        _check_edge(key, edge, folder)
+
+
+def _check_data(key: str, value: str) -> None:
+    if not value or configuration.is_edge(value):
+        return
+    file = Path(value)
+    if not file.is_file():
+        raise DataError("no such file", where=f"{key} = {file}")
+    if not file.stat().st_size:
+        raise DataError("the file is empty", where=f"{key} = {file}")
+
+
+def edges(config: Config) -> Iterator[tuple[str, str]]:
+    """Key and `module:function` of every edge the configuration names."""
+    named = {
+        "model.source": config.model.source,
+        "data.prompts": config.data.prompts,
+        "data.eval": config.data.eval,
+        "rollout.reward": config.rollout.reward,
+        "warm_start.data": config.warm_start.data if config.warm_start else "",
+    }
+    yield from ((key, value) for key, value in named.items() if configuration.is_edge(value))
+
+
+def _check_edge(key: str, edge: str, folder: Path) -> None:
+    module, _, function = edge.partition(":")
+    if (file := find_module(module, folder)) is None:
+        raise EdgeError(f"module {module!r} is neither installed nor beside the TOML file", where=f"{key} = {edge}, {folder}")
+    if file.suffix != ".py":
+        return
+    try:
+        names = _names(ast.parse(file.read_text(encoding="utf-8"), str(file)))
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise EdgeError(f"cannot be parsed: {error}", where=f"{key} = {edge}, {file}") from None
+    if function not in names and "*" not in names:
+        near = difflib.get_close_matches(function, names) or sorted(names)
+        raise EdgeError(f"no function {function!r} in it; did you mean {', '.join(near[:5])}?", where=f"{key} = {edge}, {file}")
+
+
+def find_module(module: str, folder: Path) -> Path | None:
+    """File of a module without importing it or its parents: installed ones first, then beside the TOML file."""
+    top, *rest = module.split(".")
+    try:
+        found = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        found = None
+    roots = [Path(p).parent for p in (found.submodule_search_locations or ())] if found else []
+    if found and not rest and found.origin and not roots:
+        return Path(found.origin)
+    for root in [*roots, folder]:
+        base = root.joinpath(top, *rest)
+        for file in (base.with_suffix(".py"), base / "__init__.py"):
+            if file.is_file():
+                return file
+    return None
+
+
+def _names(tree: ast.Module) -> set[str]:
+    """Names that a module defines at its top level."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names.update(t.id for t in node.targets if isinstance(t, ast.Name))
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(alias.asname or alias.name for alias in node.names)
+    return names

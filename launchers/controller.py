@@ -1,0 +1,170 @@
+"""Questions to Slurm's controller, by its own programs; and which Slurm is used: the one that answers, else `./.cluster`."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_hpc.errors import SiteError
+
+NO_SLURM = "miles-submit cluster up    (a private Slurm on this machine), or add --local (mpiexec, no Slurm)"
+# Worst first: the state of a heterogeneous job is that of its worst component.
+STATES = (
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "CANCELLED",
+    "TIMEOUT",
+    "DEADLINE",
+    "FAILED",
+    "BOOT_FAIL",
+    "PREEMPTED",
+    "REQUEUED",
+    "SUSPENDED",
+    "PENDING",
+    "COMPLETING",
+    "RUNNING",
+    "COMPLETED",
+)
+ENDED = {"NODE_FAIL", "OUT_OF_MEMORY", "CANCELLED", "TIMEOUT", "DEADLINE", "FAILED", "BOOT_FAIL", "COMPLETED"}
+
+
+@dataclass(frozen=True)
+class Partition:
+    name: str
+    default: bool
+    nodes: int
+    """All of its nodes."""
+    usable: int
+    """Without those that are down or drained."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """One job over all its components."""
+
+    state: str
+    """Slurm's word, such as PENDING or RUNNING; UNKNOWN where Slurm has forgotten the job."""
+    nodes: tuple[str, ...] = ()
+    """Node lists of the components, as Slurm writes them."""
+    restarts: int = 0
+    reason: str = ""
+
+    @property
+    def ended(self) -> bool:
+        return self.state in ENDED
+
+
+def find() -> str:
+    """Make this process use a Slurm that answers; returns its ClusterName.
+
+    Raises:
+        SiteError: none answers and no private cluster runs in `./.cluster`.
+    """
+    _forget_outer_job()
+    if shutil.which("sinfo") and (name := cluster_name()):
+        return name
+    if (home := Path(".cluster").resolve()).is_dir():
+        from miles_hpc.launchers.cluster import Cluster
+
+        cluster = Cluster(home)
+        if cluster.running:
+            os.environ.update(cluster.exports())
+            print(f"using the private Slurm in {home}", file=sys.stderr)
+            return cluster_name()
+    conf = os.environ.get("SLURM_CONF")
+    what = f"the Slurm of SLURM_CONF={conf} does not answer" if conf else "no Slurm answers here"
+    raise SiteError(what, next_step=NO_SLURM)
+
+
+def use(slurm_conf: str, programs: str) -> None:
+    """Make this process use the Slurm that a run was submitted to."""
+    _forget_outer_job()
+    if slurm_conf:
+        os.environ["SLURM_CONF"] = slurm_conf
+    if programs and programs not in os.environ.get("PATH", "").split(":"):
+        os.environ["PATH"] = f"{programs}:{os.environ.get('PATH', os.defpath)}"
+
+
+def _forget_outer_job() -> None:
+    """Submitted from inside a job, a run must not inherit that job's sizes; srun and sbatch read them from the environment."""
+    if "SLURM_JOB_ID" in os.environ:
+        for name in [n for n in os.environ if n.startswith(("SLURM_", "PMI_", "PMIX_")) and n != "SLURM_CONF"]:
+            del os.environ[name]
+
+
+def cluster_name() -> str:
+    """ClusterName, empty where no controller answers."""
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", _ask("scontrol", "show", "config"), flags=re.MULTILINE)
+    return found[1] if found else ""
+
+
+def partitions() -> dict[str, Partition]:
+    """Partitions by name."""
+    found = {}
+    for line in _ask("sinfo", "--noheader", "--format=%P %F").splitlines():
+        name, counts = line.split()
+        _, _, other, total = (_number(c) for c in counts.split("/"))
+        plain = name.rstrip("*")
+        found[plain] = Partition(plain, name.endswith("*"), total, total - other)
+    return found
+
+
+def _number(text: str) -> int:
+    """A count as sinfo prints it: 12, or 1.5K for thousands."""
+    return int(float(text[:-1]) * 1024) if text.endswith("K") else int(text)
+
+
+def job(job_id: str) -> JobState:
+    """State of a job over all its components; works without accounting."""
+    return parse_job(_ask("scontrol", "-o", "show", "job", job_id))
+
+
+def parse_job(text: str) -> JobState:
+    """The components of one job, as `scontrol -o show job` prints them, merged: worst state, all nodes."""
+    components = [
+        dict(word.split("=", 1) for word in line.split() if "=" in word) for line in text.splitlines() if "JobId=" in line
+    ]
+    components.sort(key=lambda c: int(c.get("HetJobOffset", "0")))
+    if not components:
+        return JobState("UNKNOWN")
+    states = {c.get("JobState", "UNKNOWN") for c in components}
+    return JobState(
+        state=next((s for s in STATES if s in states), states.pop()),
+        nodes=tuple(c["NodeList"] for c in components if c.get("NodeList", "(null)") not in ("(null)", "")),
+        restarts=max(int(c.get("Restarts", "0")) for c in components),
+        reason=next((c["Reason"] for c in components if c.get("Reason", "None") != "None"), ""),
+    )
+
+
+def hostnames(node_list: str) -> list[str]:
+    """Names of the nodes in a list such as `t[0-1],r0`."""
+    return _ask("scontrol", "show", "hostnames", node_list).split() if node_list else []
+
+
+def bad_nodes(node_list: str) -> tuple[str, ...]:
+    """Nodes of a list that are down or do not respond."""
+    said = _ask("sinfo", "--noheader", "--Node", f"--nodes={node_list}", "--format=%N %T") if node_list else ""
+    rows = (line.split() for line in said.splitlines())
+    return tuple(sorted({name for name, state in rows if state.endswith("*") or state.startswith(("down", "fail"))}))
+
+
+def cancel(job_id: str) -> None:
+    """End a job, all components.
+
+    Raises:
+        SiteError: Slurm says no.
+    """
+    result = subprocess.run(["scancel", job_id], capture_output=True, text=True)
+    if result.returncode:
+        raise SiteError(f"scancel {job_id}: {result.stderr.strip()}")
+
+
+def _ask(*command: str) -> str:
+    """Output of one of Slurm's programs, empty where it does not answer."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return ""

@@ -1,0 +1,144 @@
+"""What is left of an attempt whose ranks wrote no verdict, and the likeliest verdict from it: a pure function.
+
+srun loses the exit code of a rank that died in a heterogeneous step (it returns 137 or 143), so its words, the heartbeats and
+the state of the job and of its nodes have to do.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_hpc.launchers.verdict import Verdict
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """What a rank last said it was doing."""
+
+    rank: int
+    role: str = ""
+    host: str = ""
+    node: str = ""
+    phase: str = ""
+    step: int = -1
+    time: float = 0.0
+    pid: int = 0
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One rank that ended badly, in the words of srun or mpiexec."""
+
+    rank: int
+    reason: str
+    signal: int = 0
+    exit_code: int = 0
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that can be known about an attempt that left no verdict."""
+
+    code: int
+    """Exit code of srun, mpiexec or the preparation."""
+    prepared: bool = True
+    """The preparation had ended and ranks were started."""
+    job_state: str = ""
+    """Slurm's state of the job, such as RUNNING, CANCELLED, TIMEOUT; empty without Slurm."""
+    bad_nodes: tuple[str, ...] = ()
+    """Nodes of the job that are down or do not respond."""
+    losses: tuple[Loss, ...] = ()
+    heartbeats: tuple[Heartbeat, ...] = ()
+    restarted_by_slurm: bool = False
+    """The attempt's batch script vanished and Slurm started another."""
+
+
+def judge(seen: Evidence) -> Verdict:
+    """The likeliest verdict where no rank could write one."""
+    allocation = _of_allocation(seen)
+    if allocation:
+        return Verdict(kind=allocation[0], error=allocation[1], exit_code=seen.code)
+    if not seen.prepared:
+        kind = "user_error" if seen.code == 2 else "bug"
+        return Verdict(kind=kind, phase="prepare", exit_code=seen.code, error="the preparation on the first node failed")
+    if seen.code == 0:
+        return Verdict(kind="bug", error="all ranks ended without an error and without a verdict")
+    return _of_ranks(seen)
+
+
+def _of_allocation(seen: Evidence) -> tuple[str, str] | None:
+    """Kind and sentence where the allocation itself ended."""
+    if seen.bad_nodes or seen.job_state == "NODE_FAIL":
+        return "node_failure", f"node {', '.join(seen.bad_nodes) or 'unknown'} is down or does not respond"
+    if seen.restarted_by_slurm:
+        return "node_failure", "the batch script vanished without a word and Slurm started the job again"
+    if seen.job_state == "TIMEOUT":
+        return "time_limit", "the job reached its time limit before the ranks had ended"
+    if seen.job_state == "CANCELLED":
+        return "preempted", "the job was cancelled"
+    if seen.job_state in ("PREEMPTED", "PENDING", "REQUEUED", "SUSPENDED"):
+        return "preempted", f"Slurm took the nodes back (job state {seen.job_state})"
+    return None
+
+
+def _of_ranks(seen: Evidence) -> Verdict:
+    """The rank that was lost first, and what it last said."""
+    loss = seen.losses[0] if seen.losses else None
+    silent = min(seen.heartbeats, key=lambda h: h.time, default=None)
+    beat = next((h for h in seen.heartbeats if loss and h.rank == loss.rank), None if loss else silent)
+    memory = seen.job_state == "OUT_OF_MEMORY" or (loss is not None and "memory" in loss.reason.lower())
+    return Verdict(
+        kind="out_of_memory" if memory else "rank_died",
+        rank=loss.rank if loss else beat.rank if beat else -1,
+        role=beat.role if beat else "",
+        host=beat.host if beat else "",
+        node=beat.node if beat else "",
+        phase=beat.phase if beat else "",
+        step=beat.step if beat else -1,
+        exit_code=loss.exit_code if loss else seen.code,
+        signal=loss.signal if loss else 0,
+        error=f"a rank ended without a verdict: {loss.reason}" if loss else f"the ranks ended with code {seen.code}",
+    )
+
+
+# srun: error: t0: task 1: Killed        srun: error: r0: tasks 2-3: Exited with exit code 3
+_SRUN = re.compile(r"srun: error: (\S+): tasks? (\d+)[^:]*: (.+)")
+# hydra: =   RANK 1 PID 4711 RUNNING AT localhost\n=   EXIT CODE: 9
+_HYDRA = re.compile(r"=\s+RANK (\d+) PID \d+ RUNNING AT (\S+)\n=\s+(?:EXIT CODE: (\d+)|KILLED BY SIGNAL: (\d+))")
+_SIGNALS = {
+    "Killed": 9,
+    "Terminated": 15,
+    "Segmentation fault": 11,
+    "Aborted": 6,
+    "Bus error": 7,
+    "Floating point exception": 8,
+}
+
+
+def losses(launcher_log: str) -> tuple[Loss, ...]:
+    """Ranks that ended badly, first one first; ranks that were only ended along with it come last."""
+    found = [_srun_loss(int(rank), reason.strip()) for _, rank, reason in _SRUN.findall(launcher_log)]
+    for rank, _, code, number in _HYDRA.findall(launcher_log):
+        signal = int(number or 0) or (int(code) if code and int(code) in _SIGNALS.values() else 0)
+        found.append(Loss(int(rank), f"killed by signal {signal}" if signal else f"exit code {code}", signal, int(code or 0)))
+    return tuple(sorted(found, key=lambda loss: loss.signal == 15))
+
+
+def _srun_loss(rank: int, reason: str) -> Loss:
+    signal = next((number for word, number in _SIGNALS.items() if reason.startswith(word)), 0)
+    code = re.search(r"exit code (\d+)", reason)
+    return Loss(rank, reason, signal, int(code[1]) if code else 0)
+
+
+def heartbeats(folder: Path, attempt: int | None = None) -> tuple[Heartbeat, ...]:
+    """What every rank last said, in this attempt or in any."""
+    found = []
+    for file in sorted((folder / "heartbeat").glob("rank-*.json")):
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError):
+            continue
+        if attempt is None or values.get("attempt", attempt) == attempt:
+            found.append(Heartbeat(**{k: values[k] for k in Heartbeat.__dataclass_fields__ if k in values}))
+    return tuple(found)

@@ -1,0 +1,123 @@
+"""The text of the batch script and of the rank-to-role map: pure functions of a JobSpec, no Slurm needed."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from string import Template
+
+import miles_hpc.slurm
+from miles_hpc.launchers.spec import Component, JobSpec
+
+from miles_hpc.paths import RunPaths
+
+SLURM = Path(miles_hpc.slurm.__file__).parent
+RANK = SLURM / "rank.sh"
+
+
+def text(spec: JobSpec, mpiexec: Sequence[str] = ()) -> str:
+    """The whole batch script; with `mpiexec` (a command) the one for this machine, without Slurm."""
+    template = Template((SLURM / "job.sbatch").read_text(encoding="utf-8"))
+    return template.substitute(
+        name=spec.name,
+        world=spec.world_size,
+        layout=", ".join(f"{c.ranks} {c.role} on {c.nodes} node{'s' * (c.nodes > 1)}" for c in spec.components),
+        directives="# Without Slurm: bash runs this file." if mpiexec else "\n".join(directives(spec)),
+        run=shlex.quote(str(spec.folder)),
+        python=shlex.quote(spec.python),
+        rank=shlex.quote(str(RANK)),
+        environment="\n".join(f"export {name}={shlex.quote(value)}" for name, value in spec.environment),
+        site=spec.site,
+        setup="\n".join(spec.setup) or ":",
+        launch=_mpiexec(mpiexec) if mpiexec else _srun_line(spec),
+        prepare=shlex.join(spec.prepare),
+    )
+
+
+def directives(spec: JobSpec) -> Iterator[str]:
+    """The #SBATCH lines: job, component 0 and, in a heterogeneous job, component 1."""
+    job = {
+        "job-name": spec.name,
+        "output": RunPaths(spec.folder).job_log,
+        "open-mode": "append",
+        "signal": f"USR2@{spec.warning_seconds}",
+    }
+    yield from (_directive(key, value) for key, value in job.items())
+    yield "#SBATCH --requeue"
+    if spec.single is not None:
+        yield from _component_directives(spec, spec.single)
+        return
+    yield "# Component 0: training"
+    yield from _component_directives(spec, spec.train)
+    yield "#SBATCH hetjob"
+    yield "# Component 1: rollout"
+    yield from _component_directives(spec, spec.rollout)
+
+
+def _component_directives(spec: JobSpec, component: Component) -> Iterator[str]:
+    values = {
+        "partition": component.partition,
+        "account": spec.account,
+        "qos": spec.qos,
+        "constraint": component.constraint,
+        "time": spec.time_minutes,
+        "nodes": component.nodes,
+        "ntasks-per-node": component.ranks_per_node,
+        "cpus-per-task": component.cpus_per_rank,
+        "gpus-per-node": component.gpus_per_node,
+        "mem": f"{component.memory_gb}G" if component.memory_gb else "",
+    }
+    yield from (_directive(key, value) for key, value in values.items() if value)
+    yield from (f"#SBATCH {option}" for option in component.extra)
+
+
+def _directive(key: str, value: object) -> str:
+    return f"#SBATCH --{key}={shlex.quote(str(value))}"
+
+
+def _mpiexec(command: Sequence[str]) -> str:
+    """The command, one component a line."""
+    parts = " ".join(shlex.quote(word) for word in command).split(" : ")
+    return "    exec " + " : \\\n        ".join(parts)
+
+
+def _srun_line(spec: JobSpec) -> str:
+    return _het_srun(spec) if spec.single is None else _homogeneous_srun(spec, spec.single)
+
+
+def _het_srun(spec: JobSpec) -> str:
+    """One srun over both components; the role is an argument, since Slurm tells no task which component it is in."""
+    main = shlex.join(spec.main)
+    parts = [
+        f"--het-group={number} --nodes={c.nodes} --ntasks={c.ranks} --cpus-per-task={c.cpus_per_rank} \\\n"
+        f'        "$RANK" {c.role} "$RUN" {spec.world_size} "$PYTHON" {main}'
+        for number, c in enumerate(spec.components)
+    ]
+    return f"    exec {_srun(spec)} \\\n        " + " : \\\n        ".join(parts)
+
+
+def _homogeneous_srun(spec: JobSpec, single: Component) -> str:
+    """One srun over one component; the hosts of the ranks are written by `batch begin`, since they differ by attempt."""
+    options = f"--nodes={single.nodes} --ntasks={spec.world_size} --cpus-per-task={single.cpus_per_rank} --cpu-bind=none"
+    return (
+        f'    SLURM_HOSTFILE="$RUN/attempts/$MILES_ATTEMPT/hosts" exec {_srun(spec)} \\\n'
+        f"        --distribution=arbitrary {options} \\\n"
+        f'        --multi-prog "$RUN/ranks.conf"'
+    )
+
+
+def _srun(spec: JobSpec) -> str:
+    return shlex.join(["srun", f"--mpi={spec.mpi}", "--kill-on-bad-exit=1", *spec.srun_options])
+
+
+def rank_map(spec: JobSpec) -> str:
+    """The file of `srun --multi-prog`: a range of ranks and its command per role."""
+    last, lines = -1, []
+    for component in spec.components:
+        first, last = last + 1, last + component.ranks
+        command = [str(RANK), component.role, str(spec.folder), str(spec.world_size), spec.python, *spec.main]
+        lines.append(f"{first}-{last} {' '.join(_quoted(word) for word in command)}")
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(word: str) -> str:
+    return f'"{word}"' if " " in word else word

@@ -1,0 +1,62 @@
+"""How a run stands right now: its job's state, its attempt, its newest verdict."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles_hpc.launchers import controller, local, verdict
+from miles_hpc.launchers.controller import JobState
+from miles_hpc.launchers.verdict import Verdict
+
+from miles_hpc.paths import RunPaths
+
+
+@dataclass(frozen=True)
+class RunState:
+    """One look at a run."""
+
+    word: str
+    """pending, running, requeued, done, cancelled, failed or a kind of verdict."""
+    ended: bool
+    job: dict[str, Any]
+    """job.json"""
+    slurm: JobState
+    attempt: int
+    """Number of the newest attempt; 0: none yet."""
+    verdict: Verdict | None
+    """Of the newest attempt."""
+
+    @property
+    def exit_code(self) -> int:
+        """What `--watch` returns: 0 done, 2 the user's error, 1 anything else."""
+        kind = self.verdict.kind if self.verdict else ""
+        return {"done": 0, "user_error": 2}.get(kind, 1)
+
+
+def state_of(folder: Path) -> RunState:
+    """Look at a run: one question to Slurm, or one look at a process."""
+    paths = RunPaths(folder)
+    job = json.loads(paths.job.read_text(encoding="utf-8")) if paths.job.exists() else {"scheduler": "", "job_id": ""}
+    attempt = max(paths.attempt_numbers(), default=0)
+    newest = verdict.read(paths, attempt) if attempt >= job.get("first_attempt", 1) else None
+    slurm = _ask(folder, job)
+    ended = slurm.ended or slurm.state == "UNKNOWN"
+    return RunState(_word(slurm, newest, ended), ended, job, slurm, attempt, newest)
+
+
+def _ask(folder: Path, job: dict[str, Any]) -> JobState:
+    if job["scheduler"] == "slurm" and job["job_id"]:
+        controller.use(job["slurm_conf"], job["slurm_programs"])
+        return controller.job(job["job_id"])
+    if job["scheduler"] == "local" and job["job_id"]:
+        return JobState("RUNNING" if local.alive(int(job["job_id"]), folder) else "COMPLETED")
+    return JobState("UNKNOWN")
+
+
+def _word(slurm: JobState, newest: Verdict | None, ended: bool) -> str:
+    if not ended:
+        return slurm.state.lower()
+    if slurm.state == "CANCELLED":
+        return "cancelled"
+    return newest.kind if newest else slurm.state.lower()

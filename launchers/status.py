@@ -1,0 +1,89 @@
+"""`miles-submit status`, `why` and `cancel`."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from miles_hpc.launchers import controller, evidence, local, verdict
+from miles_hpc.launchers.progress import progress_of
+from miles_hpc.launchers.state import RunState, state_of
+
+from miles_hpc import config as configuration
+from miles_hpc.errors import UserError
+from miles_hpc.paths import RunPaths
+
+
+def text(folder: Path) -> str:
+    """A run's state, progress, ranks and verdict, for a pending, running or ended run."""
+    return "\n".join(f"{name:9}{value}" for name, value in _rows(folder, state_of(folder)))
+
+
+def _rows(folder: Path, now: RunState) -> Iterator[tuple[str, str]]:
+    config = configuration.read(RunPaths(folder).config)
+    yield "run", f"{config.run.name} in {folder}"
+    yield "state", _state(now)
+    yield "progress", progress_of(folder, config.run.steps).line()
+    if not now.ended:
+        for beat in evidence.heartbeats(folder, now.attempt):
+            age = max(0.0, time.time() - beat.time)
+            yield (
+                "rank",
+                f"{beat.rank} {beat.role} on {beat.node or beat.host}: {beat.phase}, step {beat.step}, {age:.0f} s ago",
+            )
+    if now.verdict:
+        yield "verdict", verdict.sentence(now.verdict)
+    for command in _next(folder, now):
+        yield "next", command
+
+
+def _state(now: RunState) -> str:
+    job = f"job {now.job['job_id']}" if now.job["scheduler"] == "slurm" else f"process {now.job['job_id']}"
+    parts = [now.word, job]
+    if now.slurm.nodes and not now.ended:
+        parts.append(f"on {','.join(now.slurm.nodes)}")
+    if now.attempt:
+        parts.append(f"attempt {now.attempt}")
+    if now.slurm.state == "PENDING" and now.slurm.reason:
+        parts.append(f"waits for {now.slurm.reason}")
+    return ", ".join(parts)
+
+
+def _next(folder: Path, now: RunState) -> Iterator[str]:
+    if not now.ended:
+        yield f"miles-submit logs {folder} -f"
+    elif now.word == "done":
+        yield f"miles-submit report {folder}"
+    else:
+        if now.verdict and now.verdict.next:
+            yield now.verdict.next
+        yield f"miles-submit resume {folder}"
+
+
+def why(folder: Path) -> str:
+    """The newest verdict in full.
+
+    Raises:
+        UserError: no attempt has ended yet.
+    """
+    paths = RunPaths(folder)
+    ended = [n for n in paths.attempt_numbers() if paths.verdict(n).exists()]
+    if not ended:
+        raise UserError("no attempt has ended yet", where=str(folder), next_step=f"miles-submit status {folder}")
+    values = json.loads(paths.verdict(ended[-1]).read_text(encoding="utf-8"))
+    traceback = values.pop("traceback", "")
+    width = max(len(key) for key in values)
+    lines = [f"{key:{width}}  {value}" for key, value in values.items() if value not in ("", None)]
+    return "\n".join([*lines, *([f"\n{traceback}"] if traceback else [])])
+
+
+def cancel(folder: Path) -> str:
+    """End a run that has not ended; all its components."""
+    now = state_of(folder)
+    if now.ended:
+        return f"the run has ended already: {now.word}"
+    if now.job["scheduler"] == "local":
+        local.cancel(int(now.job["job_id"]), folder)
+    else:
+        controller.cancel(now.job["job_id"])
+    return f"cancelled; to go on later: miles-submit resume {folder}"

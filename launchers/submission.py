@@ -1,0 +1,161 @@
+"""From a TOML file to a job that is queued, and from a run folder to the next one."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from miles_hpc.launchers import controller, local, plan, provenance
+from miles_hpc.launchers.checks import check_files, check_nodes
+from miles_hpc.launchers.spec import MAIN, PREPARE, JobSpec
+from miles_hpc.launchers.state import state_of
+
+from miles_hpc import config as configuration
+from miles_hpc.config import Config
+from miles_hpc.errors import UserError
+from miles_hpc.paths import RunPaths
+
+Program = tuple[str, ...]
+
+
+def run(file: Path, overrides: Iterable[str], *, without_slurm: bool, main: Program = MAIN, prepare: Program = PREPARE) -> Path:
+    """Check, make the run folder, submit; the folder.
+
+    Args:
+        main, prepare: arguments of Python for the ranks and for the preparation.
+
+    Raises:
+        UserError: the file, or a run folder that exists.
+        SiteError: no Slurm, or not what the run wants of it; nothing is left behind.
+    """
+    config = configuration.load(file, overrides)
+    cluster = "" if without_slurm else controller.find()
+    check_files(config)
+    job = _job_in_new_folder(config, cluster, replace_main=(main, prepare))
+    try:
+        if cluster:
+            check_nodes(job, controller.partitions())
+        _write(job.folder, _resolved(config, job))
+        _submit(job, config, without_slurm)
+    except BaseException:
+        shutil.rmtree(job.folder)  # made a moment ago, by us alone
+        raise
+    return job.folder
+
+
+def resume(folder: Path, *, without_slurm: bool, main: Program = MAIN, prepare: Program = PREPARE) -> Path:
+    """Submit a run that has ended again; it goes on from its newest checkpoint.
+
+    Raises:
+        UserError: it has not ended, or has nothing left to do.
+    """
+    paths = RunPaths(folder)
+    config, before = configuration.read(paths.config), _last_job(paths)
+    now = state_of(folder)
+    if not now.ended:
+        raise UserError(f"the run is still {now.word}", where=str(folder), next_step=f"miles-submit status {folder}")
+    if now.word == "done" and config.run.steps <= before["steps"]:
+        hint = f"to train longer raise run.steps in {paths.config}"
+        raise UserError(f"the run is complete, all {config.run.steps} steps", where=str(folder), next_step=hint)
+    without_slurm = without_slurm or before["scheduler"] == "local"
+    cluster = "" if without_slurm else controller.find()
+    check_files(config)
+    job = replace(plan.job_spec(config, cluster, folder), main=main, prepare=prepare)
+    if cluster:
+        check_nodes(job, controller.partitions())
+    _submit(job, config, without_slurm)
+    return folder
+
+
+def follow(folder: Path, *, watch: bool) -> int:
+    """Say what was submitted and what to type next, or watch it to its end."""
+    job = json.loads(RunPaths(folder).job.read_text(encoding="utf-8"))
+    name = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
+    what = f"process {job['job_id']} on this machine" if job["scheduler"] == "local" else f"Slurm job {job['job_id']}"
+    print(f"{name}: {what}, {job['world_size']} ranks")
+    if watch:
+        from miles_hpc.launchers import watch as watching
+
+        return watching.watch(folder, name)
+    quoted = f"'{name}'" if " " in name else name
+    for command in ("status {}", "logs {} -f", "cancel {}", "report {}"):
+        print(f"  miles-submit {command.format(quoted)}")
+    print(f"  tensorboard --logdir {quoted}/tensorboard")
+    return 0
+
+
+def _job_in_new_folder(config: Config, cluster: str, replace_main: tuple[Program, Program]) -> JobSpec:
+    """The job, in a folder that this process has made."""
+    while True:
+        job = plan.job_spec(config, cluster, plan.folder_of(config))
+        try:
+            job.folder.mkdir(parents=True)
+        except FileExistsError:
+            if not config.run.folder:
+                continue  # another submission took the number
+            hint = f"miles-submit resume {job.folder}, or another run.folder"
+            raise UserError("the run folder exists", where=str(job.folder), next_step=hint) from None
+        except OSError as error:
+            raise UserError(f"the run folder cannot be made: {error.strerror}", where=str(job.folder)) from None
+        main, prepare = replace_main
+        return replace(job, main=main, prepare=prepare)
+
+
+def _resolved(config: Config, job: JobSpec) -> Config:
+    """The configuration with nothing left to be found out later."""
+    run = config.run.model_copy(update={"folder": str(job.folder)})
+    site = config.slurm.site if config.slurm.site.endswith(".toml") else job.site
+    return config.model_copy(update={"run": run, "slurm": config.slurm.model_copy(update={"site": site})})
+
+
+def _write(folder: Path, config: Config) -> None:
+    paths = RunPaths(folder)
+    paths.config.write_text(configuration.dump(config), encoding="utf-8")
+    paths.provenance.write_text(json.dumps(provenance.collect(config), indent=1), encoding="utf-8")
+
+
+def _submit(job: JobSpec, config: Config, without_slurm: bool) -> None:
+    """Submit; job.json is there before the job can start, since the batch script reads it."""
+    paths = RunPaths(job.folder)
+    record: dict[str, Any] = {
+        "scheduler": "local" if without_slurm else "slurm",
+        "job_id": "",
+        "first_attempt": max(paths.attempt_numbers(), default=0) + 1,
+        "steps": config.run.steps,
+        "world_size": job.world_size,
+        "site": job.site,
+        "slurm_conf": "" if without_slurm else os.environ.get("SLURM_CONF", ""),
+        "slurm_programs": "" if without_slurm else str(Path(shutil.which("sbatch") or "").parent),
+        "submitted": time.time(),
+    }
+    before = paths.job.read_text(encoding="utf-8") if paths.job.exists() else None
+    _replace(paths.job, json.dumps(record, indent=1))
+    try:
+        record["job_id"] = str(local.start(job)) if without_slurm else _sbatch(job)
+    except BaseException:
+        if before is not None:
+            _replace(paths.job, before)
+        raise
+    _replace(paths.job, json.dumps(record, indent=1))
+
+
+def _sbatch(job: JobSpec) -> str:
+    from miles_hpc.launchers.hetjob import HetExecutor
+
+    return HetExecutor(job).submit_run().job_id
+
+
+def _replace(file: Path, text: str) -> None:
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)
+
+
+def _last_job(paths: RunPaths) -> dict[str, Any]:
+    if not paths.job.exists():
+        raise UserError("this run was never submitted (job.json is missing)", where=str(paths.folder))
+    return json.loads(paths.job.read_text(encoding="utf-8"))

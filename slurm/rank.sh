@@ -1,0 +1,9 @@
+#!/bin/bash
+# One rank: rank.sh ROLE RUN WORLD PROGRAM...    (and MILES_ATTEMPT)
+# Opens its own log and becomes the program. Not left to `srun --output`: in the second component of a heterogeneous step
+# its %j is another job's id and its %t another task's rank (Slurm 22.05).
+role=$1 run=$2 world=$3
+shift 3
+rank=${SLURM_PROCID:-${PMI_RANK:?neither srun nor mpiexec started this rank}}
+exec >> "$run/attempts/$MILES_ATTEMPT/$role-$(printf %04d "$rank").log" 2>&1
+exec "$@" --role "$role" --run "$run" --attempt "$MILES_ATTEMPT" --world-size "$world"

@@ -1,0 +1,72 @@
+"""A stand-in for `miles_hpc.main` and `miles_hpc.prepare`: an MPI world that does in a second what the tests ask for.
+
+    probe.py MODE --role ROLE --run RUN --attempt N [--world-size W]
+
+Modes: `done`, `kill` (the last rank dies of SIGKILL in attempt 1), `hold` (waits for a file `go` in the run folder, or TERM),
+`preempted` (attempt 1 says so), `world` (writes what it sees of the world), `prepare`, `prepare-fails`.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mode")
+    parser.add_argument("--role")
+    parser.add_argument("--run", type=Path)
+    parser.add_argument("--attempt", type=int)
+    parser.add_argument("--world-size", type=int)
+    options = parser.parse_args()
+    if options.mode.startswith("prepare"):
+        return 2 if options.mode == "prepare-fails" else 0
+
+    from mpi4py import MPI
+
+    from miles_hpc import verdicts
+    from miles_hpc.heartbeat import Heartbeat
+    from miles_hpc.paths import RunPaths
+
+    world, paths = MPI.COMM_WORLD, RunPaths(options.run)
+    if world.size != options.world_size:
+        verdicts.write(paths, options.attempt, kind="user_error", rank=world.rank, error=f"the MPI world has {world.size} ranks")
+        return 2
+    assert world.allreduce(1) == options.world_size
+    Heartbeat(paths.heartbeat(world.rank), options.role, world.rank, options.attempt).enter("rollout", 3)
+    rows = world.gather([world.rank, options.role, os.environ.get("SLURMD_NODENAME", "localhost")])
+    if world.rank == 0:
+        (paths.attempt(options.attempt) / "world.json").write_text(json.dumps(rows))
+    print(f"{options.role} rank {world.rank} of {world.size}", flush=True)
+    return act(options, world, paths, verdicts)
+
+
+def act(options: argparse.Namespace, world, paths, verdicts) -> int:
+    first = options.attempt == 1
+    if options.mode == "kill" and first:
+        if world.rank == world.size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+    if options.mode == "preempted" and first:
+        (paths.checkpoint(1)).mkdir(parents=True, exist_ok=True)
+        verdicts.write(paths, options.attempt, kind="preempted", rank=world.rank, error="asked to")
+        return 1
+    if options.mode == "hold" and not (paths.folder / "go").exists():
+        hold(paths.folder / "go")
+    world.Barrier()
+    if world.rank == 0:
+        verdicts.write(paths, options.attempt, kind="done", rank=0, role=options.role, step=3)
+    return 0
+
+
+def hold(go: Path) -> None:
+    while not go.exists():
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
