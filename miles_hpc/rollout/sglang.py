@@ -21,6 +21,9 @@ from miles_hpc.rollout import shim
 from miles_hpc.rollout.arguments import EngineArguments, server_arguments
 from miles_hpc.rollout.request import Output, Request, sampling_seed
 
+IDLE_SECONDS = 30.0
+"""How long the cache flush may wait for the scheduler to notice that nothing is running."""
+
 # Before sglang, and at module level: SGLang's spawned children import this module again before anything else.
 shim.install()
 
@@ -161,7 +164,7 @@ async def _checksum(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, An
 
 
 async def _flush_cache(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:
-    answer = await manager.flush_cache(**fields)
+    answer = await manager.flush_cache(**{"timeout_s": IDLE_SECONDS} | fields)
     return answer.success, f"flush_cache: {answer}", None
 
 

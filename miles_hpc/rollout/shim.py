@@ -31,7 +31,16 @@ def install() -> None:
     if torch.cuda.is_available() or "sgl_kernel" in sys.modules:
         return
     sys.modules["sgl_kernel"] = _module()
-    # PyPI's torchvision is a CUDA build: importing it needs operator schemas that live in its own CUDA library.
+    define_torchvision_operators()
+
+
+def define_torchvision_operators() -> None:
+    """Let torchvision be imported beside a CPU build of torch; transformers imports it for some configurations (Llama).
+
+    PyPI's torchvision is a CUDA build: importing it needs operator schemas that live in its own CUDA library.
+    """
+    if torch.version.cuda is not None or _libraries:
+        return
     library = torch.library.Library("torchvision", "DEF")
     for operator in ("nms", "qnms"):
         library.define(operator + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

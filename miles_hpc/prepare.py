@@ -1,0 +1,141 @@
+"""What can be wrong with a user's input, found before the ranks start: `python -m miles_hpc.prepare --run FOLDER --attempt N`.
+
+Runs once on the batch host: imports the edges, makes the model folder if it is missing, reads the data. Exit code 0, or 2
+with a verdict `user_error` and the message on stderr.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+from miles_hpc import config, data, edges, verdicts
+from miles_hpc.config import Config
+from miles_hpc.errors import EdgeError, ModelError, UserError
+from miles_hpc.paths import RunPaths
+from miles_hpc.rollout.arguments import stop_tokens
+from miles_hpc.rollout.reward import Reward
+
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m miles_hpc.prepare", description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="run folder")
+    parser.add_argument("--attempt", type=int, required=True, help="number of this attempt")
+    arguments = parser.parse_args(argv)
+    paths = RunPaths(arguments.run)
+    try:
+        prepare(config.read(paths.config), paths)
+    except Exception as error:
+        place = {"role": "prepare", "host": socket.gethostname(), "phase": "prepare"}
+        code = error.exit_code if isinstance(error, UserError) else 1
+        verdicts.write(paths, arguments.attempt, **(verdicts.of_error(error, paths.folder) | place | {"exit_code": code}))
+        if not isinstance(error, UserError):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return code
+    return 0
+
+
+def prepare(run: Config, paths: RunPaths) -> None:
+    """Check edges, model and data of a run; make its model folder if it is missing.
+
+    Raises:
+        EdgeError, ModelError, DataError.
+    """
+    Reward.of(run)
+    check_demonstrations(run)
+    folder = paths.model_of(run)
+    make_model(run, folder)
+    facts = check_model(folder, run.model.context_length)
+    tokenizer = data.tokenizer_of(folder)
+    if len(tokenizer) > facts["vocab_size"]:
+        raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the model {facts['vocab_size']}", where=str(folder))
+    limit = run.model.context_length - run.rollout.max_new_tokens
+    data.load(run, "train", tokenizer).check(limit)
+    if run.data.eval:
+        data.load(run, "eval", tokenizer).check(limit)
+
+
+def check_demonstrations(run: Config) -> None:
+    """Ask `warm_start.data` for one demonstration.
+
+    Raises:
+        EdgeError: not importable, raised, or returned something else.
+    """
+    if not run.warm_start:
+        return
+    key = "warm_start.data"
+    function = edges.load(run.warm_start.data, run.run.edges_folder, key=key, arguments=("seed", "count"))
+    rows = edges.call(function, run.run.seed, 1, key=key)
+    if not (isinstance(rows, list) and len(rows) == 1 and len(rows[0]) == 2 and all(isinstance(text, str) for text in rows[0])):
+        raise edges.wrong(key, function, "a list of `count` pairs of texts (prompt, answer)", rows)
+
+
+def make_model(run: Config, folder: Path) -> None:
+    """Let `model.source` write the checkpoint if `folder` has none; a half-written one never appears under its name.
+
+    Raises:
+        ModelError: there is none and no source. EdgeError: the source raised or wrote no config.json.
+    """
+    if (folder / "config.json").exists():
+        return
+    if not run.model.source:
+        raise ModelError("no such model folder (config.json is missing)", where=str(folder), next_step="correct model.path")
+    key = "model.source"
+    source = edges.load(run.model.source, run.run.edges_folder, key=key, arguments=("folder", "seed"))
+    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+    temporary.mkdir(parents=True)
+    try:
+        edges.call(source, temporary, run.run.seed, key=f"{key} = {run.model.source!r}")
+        if not (temporary / "config.json").exists():
+            raise EdgeError(f"{key} = {run.model.source!r} wrote no config.json", where=str(folder))
+        _publish(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    try:
+        temporary.rename(folder)
+    except OSError as error:
+        if not (folder / "config.json").exists():  # else another run made the same model meanwhile
+            raise ModelError(f"cannot be written: {os.strerror(error.errno or 0)}", where=str(folder)) from None
+
+
+def check_model(folder: Path, context_length: int) -> dict[str, Any]:
+    """The model's config.json, if this project can train and serve it.
+
+    Raises:
+        ModelError: unreadable, another architecture, no safetensors, or a shorter context than asked for.
+    """
+    file = folder / "config.json"
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot be read: {edges.describe(error)}", where=str(file)) from None
+    architecture = (facts.get("architectures") or ["none"])[0]
+    if architecture not in ARCHITECTURES:
+        raise ModelError(f"architecture {architecture} is not supported; {', '.join(ARCHITECTURES)} are", where=str(file))
+    if not list(folder.glob("*.safetensors")):
+        raise ModelError("there are no *.safetensors files", where=str(folder), next_step="save the model with safetensors")
+    longest = facts["max_position_embeddings"]
+    if context_length > longest:
+        raise ModelError(
+            f"model.context_length = {context_length}, but the model has {longest} positions",
+            where=str(file),
+            next_step=f"--set model.context_length={longest}",
+        )
+    stop_tokens(folder)
+    return facts
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""Groups and rewards, with a stand-in at the border to the engine's process."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles_hpc.config import Config
+from miles_hpc.data import Prompts, Row
+from miles_hpc.errors import DeadlineExceeded, EdgeError
+from miles_hpc.rollout.generate import Generator
+from miles_hpc.rollout.request import Output, Request
+from miles_hpc.rollout.reward import Reward
+from miles_hpc.samples.schema import Samples
+
+
+class Letters:
+    """A tokenizer of one token per character."""
+
+    chat_template = None
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) for letter in text]}
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(token) for token in tokens if token)
+
+
+class Engine:
+    """Answers out of order: the sample index as text, ended (token 0) for even indices."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    def poll_hook(self) -> None:
+        pass
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, Output]]:
+        self.requests = list(requests)
+        for i in random.Random(0).sample(range(len(requests)), len(requests)):
+            index = requests[i].sample_index
+            tokens = [ord(letter) for letter in f"{index}"] + [0] * (index % 2 == 0)
+            yield i, Output(tokens, [-0.5] * len(tokens), index % 2 == 0)
+
+
+def config(**rollout: Any) -> Config:
+    fields = {"prompts_per_step": 4, "samples_per_prompt": 3, "max_new_tokens": 4, "reward": "a:b", "timeout_seconds": 1.0}
+    sections = {"run": {"name": "t", "steps": 1}, "model": {"path": "m"}, "data": {"prompts": "a:b"}, "train": {"lr": 0.1}}
+    return Config.model_validate(sections | {"rollout": fields | rollout, "eval": {"prompts": 3}})
+
+
+def generator(reward: Callable[..., Any], **rollout: Any) -> Generator:
+    rows = [Row(f"p{i}", {"n": i}, {"k": i}) for i in range(5)]
+    prompts = Prompts(rows, Letters(), chat=False, seed=0, source="rows")
+    engine: Any = Engine()
+    return Generator(config(**rollout), engine, prompts, Reward(reward), prompts)
+
+
+def by_index(prompt: str, answer: str, label: Any, metadata: dict[str, Any]) -> float:
+    return float(answer)
+
+
+def test_every_sample_comes_back_once_with_its_own_fields() -> None:
+    samples = Samples.concat(list(generator(by_index).groups(0, [7, 1, 3], version=5))).sorted()
+    assert samples.prompt_ids.tolist() == [1] * 3 + [3] * 3 + [7] * 3
+    assert samples.sample_index.tolist() == [0, 1, 2] * 3
+    assert samples.rewards.tolist() == [0, 1, 2] * 3
+    assert samples.status.tolist() == [0, 1, 0] * 3
+    assert samples.prompts[0] == "p1" and samples.prompts[-1] == "p2" and samples.labels[-1] == '{"n": 2}'
+    first = slice(samples.offsets[0], samples.offsets[1])
+    assert samples.tokens[first].tolist() == [ord("p"), ord("1"), ord("0"), 0]
+    assert samples.loss_mask[first].tolist() == [0, 0, 1, 1]
+    assert samples.weight_versions[first].tolist() == [-1, -1, 5, 5]
+    np.testing.assert_allclose(samples.rollout_log_probs[first], [0, 0, -0.5, -0.5])
+
+
+def test_groups_come_whole_and_in_chunks() -> None:
+    chunks = list(generator(by_index, flush_groups=2).groups(0, range(5), version=0))
+    assert [len(chunk) for chunk in chunks] == [6, 6, 3]
+    assert all((np.unique(chunk.prompt_ids, return_counts=True)[1] == 3).all() for chunk in chunks)
+
+
+def test_nothing_to_do() -> None:
+    assert list(generator(by_index).groups(0, [], version=0)) == []
+
+
+def test_components_of_a_reward_are_kept() -> None:
+    def parts(prompt: str, answer: str, label: Any, metadata: dict[str, Any]) -> dict[str, float]:
+        return {"reward": 1.0, "finished": metadata["finished"], "n": metadata["k"]}
+
+    samples = Samples.concat(list(generator(parts).groups(0, [4], version=0))).sorted()
+    assert samples.reward_parts["finished"].tolist() == [1, 0, 1]
+    assert samples.reward_parts["n"].tolist() == [4, 4, 4]
+
+
+def fails_on(wanted: str, result: Any) -> Callable[..., Any]:
+    def reward(prompt: str, answer: str, label: Any, metadata: dict[str, Any]) -> Any:
+        if (prompt, answer) != ("p3", wanted):
+            return 1.0
+        return result() if callable(result) else result
+
+    return reward
+
+
+def boom() -> float:
+    raise ValueError("no such unit")
+
+
+@pytest.mark.parametrize(
+    "result", [boom, float("nan"), float("inf"), "1.0", None, {"score": 1.0}, {"reward": float("nan")}, [1.0]]
+)
+def test_a_bad_reward_ends_the_run_and_names_the_sample(result: Any) -> None:
+    with pytest.raises(EdgeError, match=r"prompt 8, sample 2, answer '2'") as caught:
+        list(generator(fails_on("2", result)).groups(0, [2, 8], version=0))
+    assert "test_generate.py:" in caught.value.where
+
+
+@pytest.mark.parametrize("result", [boom, float("nan")])
+def test_a_bad_reward_drops_its_group_and_is_counted(result: Any) -> None:
+    source = generator(fails_on("1", result), reward_error="drop")
+    samples = Samples.concat(list(source.groups(0, [2, 8], version=0)))
+    assert set(samples.prompt_ids.tolist()) == {2}
+    assert list(source.reward_errors) == [8] and "sample 1" in source.reward_errors[8]
+    list(source.groups(1, [2], version=0))
+    assert source.reward_errors == {}
+
+
+def test_rewards_run_while_answers_come_in() -> None:
+    """The first answers are being scored before the last one is generated."""
+    seen = threading.Event()
+
+    def reward(prompt: str, answer: str, label: Any, metadata: dict[str, Any]) -> float:
+        seen.set()
+        return 0.0
+
+    source = generator(reward)
+    answers = source.engine.generate
+
+    def slow(requests: Sequence[Request]) -> Iterator[tuple[int, Output]]:
+        for number, item in enumerate(answers(requests)):
+            assert number == 0 or seen.wait(5)
+            yield item
+
+    source.engine.generate = slow  # type: ignore[method-assign]
+    assert sum(map(len, source.groups(0, [0, 1], version=0))) == 6
+
+
+def test_timing_separates_generation_and_reward() -> None:
+    def reward(prompt: str, answer: str, label: Any, metadata: dict[str, Any]) -> float:
+        time.sleep(0.02)
+        return 0.0
+
+    source = generator(reward)
+    list(source.groups(0, range(5), version=0))
+    assert source.timing.generated_tokens == 5 * (2 + 1 + 2)
+    assert source.timing.reward_work_seconds >= 15 * 0.02
+    assert source.timing.generate_seconds < source.timing.reward_seconds
+
+
+def test_a_reward_that_hangs_is_named() -> None:
+    release = threading.Event()
+    source = generator(fails_on("1", release.wait), timeout_seconds=0.2)
+    try:
+        with pytest.raises(DeadlineExceeded) as caught:
+            list(source.groups(0, [3], version=0))
+    finally:
+        release.set()
+    assert "prompt 3, sample 1" in caught.value.where
+
+
+def test_evaluation_is_greedy_and_shared_out() -> None:
+    source = generator(lambda prompt, answer, label, metadata: metadata["k"])
+    whole, shares = source.evaluate(), [source.evaluate(i, 2) for i in range(2)]
+    assert all(request.greedy and request.sample_index == 0 for request in source.engine.requests)
+    assert (whole.reward_sum, whole.prompts) == (0 + 1 + 2, 3)  # eval.prompts = 3
+    assert (sum(s.reward_sum for s in shares), sum(s.prompts for s in shares)) == (3, 3)
+    assert Generator(source.config, source.engine, source.prompts, source.reward).evaluate().prompts == 0
+
+
+def test_a_bad_reward_in_an_evaluation_always_fails() -> None:
+    with pytest.raises(EdgeError, match="prompt 2, sample 0"):
+        generator(lambda prompt, answer, label, metadata: 1 / (2 - metadata["k"]), reward_error="drop").evaluate()
