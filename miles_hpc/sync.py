@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 RENDEZVOUS, READY, WEIGHTS, ACKNOWLEDGE = 11, 12, 13, 14
 GROUP = "miles_hpc_weights"
 # A bucket is one engine call. CPU: 538 MB took 1.2 s in 64 MiB buckets, 3.0 s in one. CUDA: a call costs 2 ms, so fewer.
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+VOCABULARY_MULTIPLE = 64  # SGLang fills its vocabulary tables up with zero rows
 BUCKET_MIB = {"cpu": 64, "cuda": 512}
 
 
@@ -75,7 +77,7 @@ class Fused:
 
     def add(self, name: str, tensor: "torch.Tensor") -> None:
         engine_name, place = engine_tensor(name)
-        self.parts.setdefault(engine_name, []).append((place, tensor))
+        self.parts.setdefault(engine_name, []).append((place, _filled(tensor) if name in VOCABULARY else tensor))
 
     def digests(self) -> dict[str, str]:
         """By engine tensor name."""
@@ -88,6 +90,13 @@ class Fused:
             ordered = [tensor.reshape(-1) for _, tensor in sorted(parts, key=lambda part: part[0])]
             joined[name] = digest(torch.cat(ordered) if len(ordered) > 1 else ordered[0])
         return joined
+
+
+def _filled(table: "torch.Tensor") -> "torch.Tensor":
+    """[vocabulary, hidden] as the engine holds it: filled up with zero rows."""
+    import torch
+
+    return torch.nn.functional.pad(table, (0, 0, 0, -len(table) % VOCABULARY_MULTIPLE))
 
 
 def engine_tensor(name: str) -> tuple[str, tuple[int, int]]:

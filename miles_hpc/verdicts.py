@@ -11,7 +11,7 @@ from miles_hpc.errors import MilesError
 from miles_hpc.paths import RunPaths
 
 
-def write(paths: RunPaths, attempt: int, *, kind: str, **fields: object) -> bool:
+def write(paths: RunPaths, attempt: int, /, *, kind: str, **fields: object) -> bool:
     """Write the verdict of `attempt` unless there is one; True if this one stands.
 
     Args:
@@ -22,7 +22,7 @@ def write(paths: RunPaths, attempt: int, *, kind: str, **fields: object) -> bool
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.with_name(f".verdict.{uuid.uuid4().hex}.tmp")
     with temporary.open("x", encoding="utf-8") as file:
-        json.dump({"kind": kind, "attempt": attempt, "time": time.time(), **fields}, file, indent=1)
+        json.dump({**fields, "kind": kind, "attempt": attempt, "time": time.time()}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     try:

@@ -91,7 +91,7 @@ class TrainRole:
         self.ledger.append(
             *metrics.fates(collected.samples, collected.dropped, advantages, self.group_size, step, self.attempt)
         )
-        self.figures |= metrics.of_samples(collected.samples, advantages, self.group_size) | result_figures(result)
+        self.figures |= metrics.of_samples(collected.samples, advantages, self.group_size) | result.metrics
         self.figures["samples/bytes"] = float(collected.size)
         self.figures["groups/reward_error"] = float(len(collected.dropped))
         self.generation = collected.seconds | {"tokens": collected.generated_tokens}
@@ -107,7 +107,7 @@ class TrainRole:
         if not self.lead:
             return
         seconds = self._phases()
-        trained = self.figures["policy/tokens"] / max(seconds["train"], 1e-9)
+        trained = self.figures["train/tokens"] / max(seconds["train"], 1e-9)
         generated = self.generation["tokens"] / max(seconds["rollout"], 1e-9)
         self.figures |= {"speed/train_tokens_per_s": trained, "speed/rollout_tokens_per_s": generated}
         now = time.monotonic()
@@ -151,8 +151,3 @@ class TrainRole:
 
     def _event(self, event: str, **fields: object) -> None:
         self.events.append({"event": event, "attempt": self.attempt, "time": time.time(), **fields})
-
-
-def result_figures(result: Result) -> dict[str, float]:
-    """The trainer's metrics under their names in TensorBoard."""
-    return {f"policy/{name}": value for name, value in result.metrics.items()}
