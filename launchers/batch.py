@@ -37,6 +37,7 @@ def begin(run: Path) -> str | None:
         "checkpoint": newest_checkpoint(paths),
         "job_id": os.environ.get("SLURM_JOB_ID", ""),
         "nodes": sorted(set(hosts)),
+        "job_log_bytes": paths.job_log.stat().st_size if paths.job_log.exists() else 0,
     }
     paths.start(number).write_text(json.dumps(start), encoding="utf-8")
     print(f"attempt {number} on {', '.join(start['nodes'])}", file=sys.stderr)
@@ -58,16 +59,24 @@ def end(run: Path, attempt: int, code: int, signal: str) -> str:
 def gather(paths: RunPaths, attempt: int, code: int, signal: str) -> Evidence:
     """All that can be known from outside about an attempt that has just ended."""
     job_id = os.environ.get("SLURM_JOB_ID", "")
-    job = controller.job(job_id) if job_id else controller.JobState("CANCELLED" if signal == "TERM" else "")
-    log = paths.launcher_log(attempt)
+    job = controller.job(job_id) if job_id else controller.JobState("")
+    log, hosts = paths.launcher_log(attempt), paths.hosts(attempt).read_text(encoding="utf-8").split()
+    said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     return Evidence(
         code=code,
         prepared=log.exists(),
-        job_state=job.state,
+        job_state=_end_of_job(paths, attempt) if signal == "TERM" else job.state,
         bad_nodes=controller.bad_nodes(",".join(job.nodes)),
-        losses=evidence.losses(log.read_text(errors="replace")) if log.exists() else (),
+        losses=evidence.losses(said, hosts, configuration.read(paths.config).slurm.train.ranks),
         heartbeats=evidence.heartbeats(paths.folder, attempt),
     )
+
+
+def _end_of_job(paths: RunPaths, attempt: int) -> str:
+    """Why this shell got TERM. Without a word from Slurm: cancelled, since to stop too early can be mended."""
+    with paths.job_log.open("rb") as file:
+        file.seek(json.loads(paths.start(attempt).read_text(encoding="utf-8"))["job_log_bytes"])
+        return evidence.ended_by(file.read().decode("utf-8", errors="replace")) or "CANCELLED"
 
 
 def situation_of(paths: RunPaths, job_state: str = "") -> Situation:

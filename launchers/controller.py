@@ -11,24 +11,9 @@ from pathlib import Path
 from miles_hpc.errors import SiteError
 
 NO_SLURM = "miles-submit cluster up    (a private Slurm on this machine), or add --local (mpiexec, no Slurm)"
-# Worst first: the state of a heterogeneous job is that of its worst component.
-STATES = (
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "CANCELLED",
-    "TIMEOUT",
-    "DEADLINE",
-    "FAILED",
-    "BOOT_FAIL",
-    "PREEMPTED",
-    "REQUEUED",
-    "SUSPENDED",
-    "PENDING",
-    "COMPLETING",
-    "RUNNING",
-    "COMPLETED",
-)
-ENDED = {"NODE_FAIL", "OUT_OF_MEMORY", "CANCELLED", "TIMEOUT", "DEADLINE", "FAILED", "BOOT_FAIL", "COMPLETED"}
+# Worst first: the state of a heterogeneous job is that of its worst component, once all have ended.
+ENDED = ("NODE_FAIL", "OUT_OF_MEMORY", "CANCELLED", "TIMEOUT", "DEADLINE", "FAILED", "BOOT_FAIL", "COMPLETED")
+STATES = ("COMPLETING", "SUSPENDED", "PREEMPTED", "REQUEUED", "PENDING", "CONFIGURING", "RUNNING", *ENDED)
 
 
 @dataclass(frozen=True)
@@ -132,7 +117,7 @@ def parse_job(text: str) -> JobState:
         return JobState("UNKNOWN")
     states = {c.get("JobState", "UNKNOWN") for c in components}
     return JobState(
-        state=next((s for s in STATES if s in states), states.pop()),
+        state=next((s for s in STATES if s in states), min(states)),
         nodes=tuple(c["NodeList"] for c in components if c.get("NodeList", "(null)") not in ("(null)", "")),
         restarts=max(int(c.get("Restarts", "0")) for c in components),
         reason=next((c["Reason"] for c in components if c.get("Reason", "None") != "None"), ""),

@@ -6,6 +6,8 @@ the state of the job and of its nodes have to do.
 
 import json
 import re
+import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +33,11 @@ class Loss:
     """One rank that ended badly, in the words of srun or mpiexec."""
 
     rank: int
+    """-1: mpiexec named a process, not a rank."""
     reason: str
     signal: int = 0
     exit_code: int = 0
+    pid: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,11 +90,11 @@ def _of_ranks(seen: Evidence) -> Verdict:
     """The rank that was lost first, and what it last said."""
     loss = seen.losses[0] if seen.losses else None
     silent = min(seen.heartbeats, key=lambda h: h.time, default=None)
-    beat = next((h for h in seen.heartbeats if loss and h.rank == loss.rank), None if loss else silent)
+    beat = next((h for h in seen.heartbeats if loss and (h.rank == loss.rank or h.pid == loss.pid)), None if loss else silent)
     memory = seen.job_state == "OUT_OF_MEMORY" or (loss is not None and "memory" in loss.reason.lower())
     return Verdict(
         kind="out_of_memory" if memory else "rank_died",
-        rank=loss.rank if loss else beat.rank if beat else -1,
+        rank=beat.rank if beat else loss.rank if loss else -1,
         role=beat.role if beat else "",
         host=beat.host if beat else "",
         node=beat.node if beat else "",
@@ -104,31 +108,56 @@ def _of_ranks(seen: Evidence) -> Verdict:
 
 # srun: error: t0: task 1: Killed        srun: error: r0: tasks 2-3: Exited with exit code 3
 _SRUN = re.compile(r"srun: error: (\S+): tasks? (\d+)[^:]*: (.+)")
-# hydra: =   RANK 1 PID 4711 RUNNING AT localhost\n=   EXIT CODE: 9
-_HYDRA = re.compile(r"=\s+RANK (\d+) PID \d+ RUNNING AT (\S+)\n=\s+(?:EXIT CODE: (\d+)|KILLED BY SIGNAL: (\d+))")
-_SIGNALS = {
-    "Killed": 9,
-    "Terminated": 15,
-    "Segmentation fault": 11,
-    "Aborted": 6,
-    "Bus error": 7,
-    "Floating point exception": 8,
-}
+# =   RANK 1 PID 4711 RUNNING AT localhost      (or without the rank)
+# =   EXIT CODE: 9                              (of a signal: its number)
+_MPIEXEC = re.compile(r"=\s+(?:RANK (\d+) )?PID (\d+) RUNNING AT \S+\s+=\s+(?:EXIT CODE|KILLED BY SIGNAL): (\d+)")
+_SIGNALS = {"Killed": 9, "Terminated": 15, "Segmentation fault": 11, "Aborted": 6, "Bus error": 7, "Floating point exception": 8}
 
 
-def losses(launcher_log: str) -> tuple[Loss, ...]:
-    """Ranks that ended badly, first one first; ranks that were only ended along with it come last."""
-    found = [_srun_loss(int(rank), reason.strip()) for _, rank, reason in _SRUN.findall(launcher_log)]
-    for rank, _, code, number in _HYDRA.findall(launcher_log):
-        signal = int(number or 0) or (int(code) if code and int(code) in _SIGNALS.values() else 0)
-        found.append(Loss(int(rank), f"killed by signal {signal}" if signal else f"exit code {code}", signal, int(code or 0)))
-    return tuple(sorted(found, key=lambda loss: loss.signal == 15))
+def losses(launcher_log: str, hosts: Sequence[str] = (), first_rollout: int = 0) -> tuple[Loss, ...]:
+    """Ranks that ended badly, first one first; ranks that were only ended along with it come last.
+
+    Args:
+        launcher_log: what srun or mpiexec said.
+        hosts: node of every rank.
+        first_rollout: first rank of the second component.
+    """
+    names = ((node, int(task), reason.strip()) for node, task, reason in _SRUN.findall(launcher_log))
+    found = [_of_srun(_rank(node, task, hosts, first_rollout), reason) for node, task, reason in names]
+    found += [_of_mpiexec(*match) for match in _MPIEXEC.findall(launcher_log)]
+    return tuple(sorted(found, key=lambda loss: loss.signal == signal.SIGTERM))
 
 
-def _srun_loss(rank: int, reason: str) -> Loss:
-    signal = next((number for word, number in _SIGNALS.items() if reason.startswith(word)), 0)
+def _rank(node: str, task: int, hosts: Sequence[str], first_rollout: int) -> int:
+    """Rank in the world of a task on a node: srun counts the tasks of each component from 0, the node tells which one it is."""
+    candidates = (task, task + first_rollout)
+    return next((rank for rank in candidates if rank < len(hosts) and hosts[rank] == node), task)
+
+
+def _of_srun(rank: int, reason: str) -> Loss:
+    number = next((number for word, number in _SIGNALS.items() if reason.startswith(word)), 0)
     code = re.search(r"exit code (\d+)", reason)
-    return Loss(rank, reason, signal, int(code[1]) if code else 0)
+    return Loss(rank, reason, number, int(code[1]) if code else 0)
+
+
+def _of_mpiexec(rank: str, pid: str, code: str) -> Loss:
+    number = int(code) if int(code) in _SIGNALS.values() else 0
+    return Loss(int(rank or -1), f"killed by signal {code}" if number else f"exit code {code}", number, int(code), int(pid))
+
+
+# The batch step's last words, written as TERM is sent: *** JOB 16 ON t0 CANCELLED AT 2026-11-29T16:29:37 DUE TO TIME LIMIT ***
+_BATCH_END = re.compile(r"\*\*\* JOB \d+ ON \S+ CANCELLED AT \S+(?: DUE TO ([A-Z ]+?))?(?:,[^*]*)? \*\*\*")
+_REASONS = {"TIME LIMIT": "TIMEOUT", "PREEMPTION": "PREEMPTED", "JOB REQUEUE": "REQUEUED", "NODE FAILURE": "NODE_FAIL"}
+
+
+def ended_by(job_log: str) -> str:
+    """Why Slurm ends the job, as a job state: TIMEOUT, PREEMPTED, REQUEUED, NODE_FAIL, CANCELLED; empty where it does not say.
+
+    scontrol cannot tell: while a job is being ended it says COMPLETING, be it for a time limit or for scancel, and a run that
+    was cancelled must not requeue itself.
+    """
+    found = _BATCH_END.findall(job_log)
+    return _REASONS.get(found[-1], "CANCELLED") if found else ""
 
 
 def heartbeats(folder: Path, attempt: int | None = None) -> tuple[Heartbeat, ...]:

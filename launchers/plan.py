@@ -36,7 +36,13 @@ def text(file: Path, overrides: Iterable[str], *, local: bool) -> str:
 
 def job_spec(config: Config, cluster: str, folder: Path) -> JobSpec:
     """The job of a configuration on a cluster (its ClusterName, empty without Slurm)."""
-    return spec.build(config, site.load(config.slurm.site, cluster), folder)
+    return spec.build(config, site.load(site_of(config), cluster), folder)
+
+
+def site_of(config: Config) -> str:
+    """`slurm.site`; the name of a file is relative to the TOML file."""
+    named = config.slurm.site
+    return str(Path(config.run.edges_folder) / Path(named).expanduser()) if named.endswith(".toml") else named
 
 
 def job_text(job: JobSpec, without_slurm: bool) -> str:

@@ -120,4 +120,5 @@ def rank_map(spec: JobSpec) -> str:
 
 
 def _quoted(word: str) -> str:
-    return f'"{word}"' if " " in word else word
+    """srun reads single quotes in a rank map, neither double ones nor backslashes."""
+    return f"'{word}'" if " " in word else word

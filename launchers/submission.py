@@ -108,7 +108,7 @@ def _job_in_new_folder(config: Config, cluster: str, replace_main: tuple[Program
 def _resolved(config: Config, job: JobSpec) -> Config:
     """The configuration with nothing left to be found out later."""
     run = config.run.model_copy(update={"folder": str(job.folder)})
-    site = config.slurm.site if config.slurm.site.endswith(".toml") else job.site
+    site = plan.site_of(config) if config.slurm.site.endswith(".toml") else job.site
     return config.model_copy(update={"run": run, "slurm": config.slurm.model_copy(update={"site": site})})
 
 

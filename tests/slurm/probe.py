@@ -56,16 +56,27 @@ def act(options: argparse.Namespace, world, paths, verdicts) -> int:
         verdicts.write(paths, options.attempt, kind="preempted", rank=world.rank, error="asked to")
         return 1
     if options.mode == "hold" and not (paths.folder / "go").exists():
-        hold(paths.folder / "go")
+        return hold(paths, options.attempt, world, verdicts)
     world.Barrier()
     if world.rank == 0:
         verdicts.write(paths, options.attempt, kind="done", rank=0, role=options.role, step=3)
     return 0
 
 
-def hold(go: Path) -> None:
-    while not go.exists():
+def hold(paths, attempt: int, world, verdicts) -> int:
+    """Wait for the file `go`; TERM is noted like a rank notes it, and answered with a verdict."""
+    noted: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda received, _frame: noted.append(received))
+    (paths.folder / f"holding-{world.rank}").touch()
+    while not noted and not (paths.folder / "go").exists():
         time.sleep(0.05)
+    print("noted", noted, flush=True)
+    if noted:
+        time.sleep(1)  # as long as saving would take
+        verdicts.write(paths, attempt, kind="preempted", rank=world.rank, signal=noted[0])
+        print("saved", flush=True)
+    return 1 if noted else 0
 
 
 if __name__ == "__main__":
