@@ -10,12 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+from miles_hpc import config as configuration
+from miles_hpc import verdicts
 from miles_hpc.launchers import controller, evidence, verdict
 from miles_hpc.launchers.evidence import Evidence
 from miles_hpc.launchers.verdict import Attempt, Situation
-
-from miles_hpc import config as configuration
-from miles_hpc import verdicts
 from miles_hpc.paths import RunPaths
 
 
@@ -30,17 +29,18 @@ def begin(run: Path) -> str | None:
     number = max(paths.attempt_numbers(), default=0) + 1
     paths.attempt(number).mkdir(parents=True)
     hosts = rank_hosts(paths)
+    nodes = sorted(set(hosts))
     paths.hosts(number).write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
     start = {
         "attempt": number,
         "time": time.time(),
         "checkpoint": newest_checkpoint(paths),
         "job_id": os.environ.get("SLURM_JOB_ID", ""),
-        "nodes": sorted(set(hosts)),
+        "nodes": nodes,
         "job_log_bytes": paths.job_log.stat().st_size if paths.job_log.exists() else 0,
     }
     paths.start(number).write_text(json.dumps(start), encoding="utf-8")
-    print(f"attempt {number} on {', '.join(start['nodes'])}", file=sys.stderr)
+    print(f"attempt {number} on {', '.join(nodes)}", file=sys.stderr)
     return paths.attempt(number).name
 
 

@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from miles_hpc.launchers.controller import Partition
-from miles_hpc.launchers.spec import JobSpec
-
 from miles_hpc import config as configuration
 from miles_hpc.config import Config
 from miles_hpc.errors import DataError, EdgeError, ModelError, SiteError
+from miles_hpc.launchers.controller import Partition
+from miles_hpc.launchers.spec import JobSpec
 
 
 def check_nodes(job: JobSpec, partitions: dict[str, Partition]) -> None:
@@ -86,7 +85,7 @@ def _check_edge(key: str, edge: str, folder: Path) -> None:
     if file.suffix != ".py":
         return
     try:
-        names = _names(ast.parse(file.read_text(encoding="utf-8"), str(file)))
+        names = _names(ast.parse(file.read_text(encoding="utf-8"), str(file)).body)
     except (SyntaxError, UnicodeDecodeError) as error:
         raise EdgeError(f"cannot be parsed: {error}", where=f"{key} = {edge}, {file}") from None
     if function not in names and "*" not in names:
@@ -112,14 +111,17 @@ def find_module(module: str, folder: Path) -> Path | None:
     return None
 
 
-def _names(tree: ast.Module) -> set[str]:
-    """Names that a module defines at its top level."""
+def _names(body: list[ast.stmt]) -> set[str]:
+    """Names that a module defines at its top level, also within `if` and `try`."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Assign):
             names.update(t.id for t in node.targets if isinstance(t, ast.Name))
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names.update(alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.If | ast.Try):
+            handlers = [s for h in getattr(node, "handlers", []) for s in h.body]
+            names |= _names([*node.body, *node.orelse, *handlers])
     return names

@@ -225,9 +225,8 @@ def _cluster_status(options: argparse.Namespace) -> int:
 def _cluster_env(options: argparse.Namespace) -> int:
     import shlex
 
-    from miles_hpc.launchers.cluster import Cluster
-
     from miles_hpc.errors import SiteError
+    from miles_hpc.launchers.cluster import Cluster
 
     cluster = Cluster(options.home)
     if not cluster.running:

@@ -17,10 +17,9 @@ from pathlib import Path
 from string import Template
 
 import miles_hpc.slurm
+from miles_hpc.errors import SiteError
 from miles_hpc.launchers import packages
 from miles_hpc.launchers.daemon import Daemon, end, processes_from
-
-from miles_hpc.errors import SiteError
 
 FIRST_PORT, LAST_PORT = 16800, 32000  # below Linux's range of ephemeral ports
 # A unix socket's path holds 107 bytes and slurmstepd puts one at <home>/spool/<node>/<node>_<job>.<step>.

@@ -111,7 +111,14 @@ _SRUN = re.compile(r"srun: error: (\S+): tasks? (\d+)[^:]*: (.+)")
 # =   RANK 1 PID 4711 RUNNING AT localhost      (or without the rank)
 # =   EXIT CODE: 9                              (of a signal: its number)
 _MPIEXEC = re.compile(r"=\s+(?:RANK (\d+) )?PID (\d+) RUNNING AT \S+\s+=\s+(?:EXIT CODE|KILLED BY SIGNAL): (\d+)")
-_SIGNALS = {"Killed": 9, "Terminated": 15, "Segmentation fault": 11, "Aborted": 6, "Bus error": 7, "Floating point exception": 8}
+_SIGNALS = {
+    "Killed": 9,
+    "Terminated": 15,
+    "Segmentation fault": 11,
+    "Aborted": 6,
+    "Bus error": 7,
+    "Floating point exception": 8,
+}
 
 
 def losses(launcher_log: str, hosts: Sequence[str] = (), first_rollout: int = 0) -> tuple[Loss, ...]:

@@ -7,13 +7,13 @@ function.
 import contextlib
 import io
 
-from miles_hpc.launchers import script
-from miles_hpc.launchers.job import HetJob
-from miles_hpc.launchers.spec import JobSpec
 from submitit.core.utils import CommandFunction, FailedJobError
 from submitit.slurm.slurm import SlurmExecutor
 
 from miles_hpc.errors import SiteError
+from miles_hpc.launchers import script
+from miles_hpc.launchers.job import HetJob
+from miles_hpc.launchers.spec import JobSpec
 from miles_hpc.paths import RunPaths
 
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from miles_hpc.launchers import verdict
-from miles_hpc.launchers.controller import parse_job
-from miles_hpc.launchers.verdict import Verdict
 from submitit.slurm.slurm import SlurmInfoWatcher, SlurmJob
 
 from miles_hpc.errors import Fault
+from miles_hpc.launchers import verdict
+from miles_hpc.launchers.controller import parse_job
+from miles_hpc.launchers.verdict import Verdict
 from miles_hpc.paths import RunPaths
 
 

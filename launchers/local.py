@@ -6,10 +6,9 @@ import signal
 import subprocess
 from pathlib import Path
 
+from miles_hpc.errors import SiteError
 from miles_hpc.launchers import script
 from miles_hpc.launchers.spec import JobSpec
-
-from miles_hpc.errors import SiteError
 from miles_hpc.paths import RunPaths
 
 

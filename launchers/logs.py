@@ -4,10 +4,9 @@ import sys
 import time
 from pathlib import Path
 
-from miles_hpc.launchers.state import state_of
-
 from miles_hpc import config as configuration
 from miles_hpc.errors import UserError
+from miles_hpc.launchers.state import state_of
 from miles_hpc.paths import RunPaths
 
 POLL_SECONDS = 0.5

@@ -3,14 +3,13 @@
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from miles_hpc import config as configuration
+from miles_hpc.config import Config
+from miles_hpc.errors import SiteError
 from miles_hpc.launchers import controller, script, site, spec
 from miles_hpc.launchers import local as on_this_machine
 from miles_hpc.launchers.checks import check_files, check_nodes
 from miles_hpc.launchers.spec import JobSpec
-
-from miles_hpc import config as configuration
-from miles_hpc.config import Config
-from miles_hpc.errors import SiteError
 
 
 def text(file: Path, overrides: Iterable[str], *, local: bool) -> str:
@@ -80,7 +79,7 @@ def arithmetic(config: Config, job: JobSpec, without_slurm: bool) -> Iterator[st
     for component in job.components:
         gpus = f", {_count(component.gpus_per_node, 'GPU')} per node" if component.gpus_per_node else ""
         ranks = f"{_count(component.nodes, 'node')} x {_count(component.ranks_per_node, 'rank')}"
-        yield f"# {component.role:9} {ranks} x {_count(component.cpus_per_rank, 'core')}{gpus}"
+        yield f"# {component.role + ' on':9} {ranks} x {_count(component.cpus_per_rank, 'core')}{gpus}"
     kind = "heterogeneous job" if job.single is None else "homogeneous job"
     how = (
         "mpiexec on this machine"

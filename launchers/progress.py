@@ -1,15 +1,12 @@
 """How far a run is, from its events and heartbeats."""
 
-import json
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+from miles_hpc.launchers import history
 from miles_hpc.paths import RunPaths
-
-REWARD_NAMES = ("reward", "reward_mean", "reward/mean", "rollout/reward", "rollout/reward_mean")
 
 
 @dataclass(frozen=True)
@@ -40,31 +37,17 @@ class Progress:
 
 def progress_of(folder: Path, steps: int) -> Progress:
     """Read a run's events; `steps` is the number it is to have."""
-    events = [e for e in read_events(RunPaths(folder).events) if e.get("event") == "step"]
-    last = events[-1] if events else {}
-    numbers = {e["step"]: e for e in events}
+    done = list(history.read(RunPaths(folder)).steps.values())
+    last = done[-1] if done else {}
     return Progress(
-        done=len(numbers),
+        done=len(done),
         steps=steps,
-        reward=_reward(last.get("metrics", {})),
+        reward=last.get("metrics", {}).get("reward/mean"),
         phase_seconds=last.get("phase_seconds", {}),
-        seconds_left=_seconds_left(events, steps - len(numbers)),
+        seconds_left=_seconds_left([e["time"] for e in done[-11:]], steps - len(done)),
     )
 
 
-def read_events(file: Path) -> list[dict[str, Any]]:
-    """Complete lines of events.jsonl; the last one may be half written."""
-    if not file.exists():
-        return []
-    lines = file.read_text(encoding="utf-8").split("\n")[:-1]
-    return [json.loads(line) for line in lines if line.strip()]
-
-
-def _reward(metrics: dict[str, float]) -> float | None:
-    return next((metrics[name] for name in REWARD_NAMES if name in metrics), None)
-
-
-def _seconds_left(events: list[dict[str, Any]], steps_left: int) -> float | None:
-    times = [e["time"] for e in events[-11:]]
+def _seconds_left(times: list[float], steps_left: int) -> float | None:
     gaps = [b - a for a, b in pairwise(times)]
     return median(gaps) * steps_left if gaps else None

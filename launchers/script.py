@@ -7,7 +7,6 @@ from string import Template
 
 import miles_hpc.slurm
 from miles_hpc.launchers.spec import Component, JobSpec
-
 from miles_hpc.paths import RunPaths
 
 SLURM = Path(miles_hpc.slurm.__file__).parent

@@ -4,9 +4,9 @@ import difflib
 import tomllib
 from pathlib import Path
 
-import miles_hpc.slurm
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+import miles_hpc.slurm
 from miles_hpc.errors import ConfigError
 
 SITES = Path(miles_hpc.slurm.__file__).parent / "sites"

@@ -4,11 +4,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from miles_hpc.launchers.site import Site
-
 from miles_hpc import config as configuration
 from miles_hpc.config import Config
 from miles_hpc.errors import UserError
+from miles_hpc.launchers.site import Site
 
 MAIN = ("-m", "miles_hpc.main")
 PREPARE = ("-m", "miles_hpc.prepare")

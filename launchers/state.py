@@ -8,7 +8,6 @@ from typing import Any
 from miles_hpc.launchers import controller, local, verdict
 from miles_hpc.launchers.controller import JobState
 from miles_hpc.launchers.verdict import Verdict
-
 from miles_hpc.paths import RunPaths
 
 
@@ -37,9 +36,11 @@ class RunState:
 def state_of(folder: Path) -> RunState:
     """Look at a run: one question to Slurm, or one look at a process."""
     paths = RunPaths(folder)
-    job = json.loads(paths.job.read_text(encoding="utf-8")) if paths.job.exists() else {"scheduler": "", "job_id": ""}
+    job: dict[str, Any] = {"scheduler": "", "job_id": "", "first_attempt": 1}
+    if paths.job.exists():
+        job = json.loads(paths.job.read_text(encoding="utf-8"))
     attempt = max(paths.attempt_numbers(), default=0)
-    newest = verdict.read(paths, attempt) if attempt >= job.get("first_attempt", 1) else None
+    newest = verdict.read(paths, attempt) if attempt >= job["first_attempt"] else None
     slurm = _ask(folder, job)
     ended = slurm.ended or slurm.state == "UNKNOWN"
     return RunState(_word(slurm, newest, ended), ended, job, slurm, attempt, newest)

@@ -5,12 +5,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from miles_hpc import config as configuration
+from miles_hpc.errors import UserError
 from miles_hpc.launchers import controller, evidence, local, verdict
 from miles_hpc.launchers.progress import progress_of
 from miles_hpc.launchers.state import RunState, state_of
-
-from miles_hpc import config as configuration
-from miles_hpc.errors import UserError
 from miles_hpc.paths import RunPaths
 
 

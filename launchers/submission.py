@@ -9,14 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from miles_hpc import config as configuration
+from miles_hpc.config import Config
+from miles_hpc.errors import UserError
 from miles_hpc.launchers import controller, local, plan, provenance
 from miles_hpc.launchers.checks import check_files, check_nodes
 from miles_hpc.launchers.spec import MAIN, PREPARE, JobSpec
 from miles_hpc.launchers.state import state_of
-
-from miles_hpc import config as configuration
-from miles_hpc.config import Config
-from miles_hpc.errors import UserError
 from miles_hpc.paths import RunPaths
 
 Program = tuple[str, ...]

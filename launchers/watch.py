@@ -4,11 +4,10 @@ import sys
 import time
 from pathlib import Path
 
+from miles_hpc import config as configuration
 from miles_hpc.launchers import evidence, verdict
 from miles_hpc.launchers.progress import progress_of
 from miles_hpc.launchers.state import RunState, state_of
-
-from miles_hpc import config as configuration
 from miles_hpc.paths import RunPaths
 
 POLL_SECONDS = 0.5

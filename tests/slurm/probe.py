@@ -34,7 +34,9 @@ def main() -> int:
 
     world, paths = MPI.COMM_WORLD, RunPaths(options.run)
     if world.size != options.world_size:
-        verdicts.write(paths, options.attempt, kind="user_error", rank=world.rank, error=f"the MPI world has {world.size} ranks")
+        verdicts.write(
+            paths, options.attempt, kind="user_error", rank=world.rank, error=f"the MPI world has {world.size} ranks"
+        )
         return 2
     assert world.allreduce(1) == options.world_size
     Heartbeat(paths.heartbeat(world.rank), options.role, world.rank, options.attempt).enter("rollout", 3)
