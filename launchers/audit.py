@@ -1,0 +1,251 @@
+"""`miles-submit audit`: count a run again from its raw shards and compare with the ledger, the events and the report.
+
+Only steps that count are looked at (`history`); each check prints one line, `ok` or `BAD` with files and values.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+
+from miles_hpc import config as configuration
+from miles_hpc.config import Config
+from miles_hpc.errors import UserError
+from miles_hpc.launchers import history, recount, report
+from miles_hpc.launchers.history import History, Line
+from miles_hpc.launchers.recount import Step
+from miles_hpc.paths import RunPaths
+
+SHOWN = 5
+"""Mismatches printed per check."""
+EPSILON = 1e-6
+"""In GRPO's advantage: (r - mean) / (std + 1e-6), unbiased std."""
+
+Problems = Iterator[str]
+
+
+@dataclass(frozen=True)
+class Count:
+    """What remains of a step when its shards are closed again."""
+
+    samples: int
+    prompts: frozenset[int]
+    reward: float | None
+    distance: float
+    """Largest |log p_train - log p_rollout| of an answer token."""
+
+
+class NotChecked(Exception):
+    """A check that this machine cannot make."""
+
+
+class Audit:
+    """A run's claims, checked step by step against its shards (one step in memory at a time), then as a whole."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = RunPaths(folder)
+        self.config: Config = configuration.read(self.paths.config)
+        self.past: History = history.read(self.paths)
+        self.counts: dict[int, Count] = {}
+
+    def results(self) -> Iterator[tuple[str, Problems]]:
+        """Every check's text and its mismatches; NotChecked comes out of a check's iterator."""
+        of_step = [self.complete, self.ledger, self.as_sampled, self.versions, self.advantages, self.events]
+        found: dict[str, list[str]] = {check.__doc__ or "": [] for check in of_step}
+        damaged: list[str] = []
+        for n in self.past.ledger:
+            step = recount.read(self.paths.step_samples(n))
+            damaged += step.problems
+            self.counts[n] = _count(step)
+            for check in of_step:
+                found[check.__doc__ or ""] += check(n, step)
+        yield "Every shard can be read, and no sample is in two.", iter(damaged)
+        yield from ((text, iter(problems)) for text, problems in found.items())
+        for whole in (self.lines, self.once, self.none_lost, self.order, self.reported):
+            yield whole.__doc__ or "", whole()
+
+    def complete(self, n: int, step: Step) -> Problems:
+        """Every group has samples 0 to samples_per_prompt - 1."""
+        expected = list(range(self.config.rollout.samples_per_prompt))
+        for prompt_id, indices in step.groups.items():
+            if indices != expected:
+                yield f"{self.paths.step_samples(n)}: prompt {prompt_id} has samples {indices}, expected {expected}"
+
+    def ledger(self, n: int, step: Step) -> Problems:
+        """Ledger and shards name the same prompts, each with the same samples, mean reward and fate."""
+        folder = self.paths.step_samples(n)
+        lines = {line["prompt_id"]: line for line in self.past.ledger[n] if line["fate"] != "reward_error"}
+        for prompt_id in sorted(lines.keys() - step.groups.keys()):
+            yield f"{folder}: prompt {prompt_id} is in the ledger but in no rollout shard"
+        for prompt_id in sorted(step.groups.keys() - lines.keys()):
+            yield f"{folder}: prompt {prompt_id} has a rollout shard but no line in the ledger"
+        for prompt_id in sorted(lines.keys() & step.groups.keys()):
+            for mismatch in _compared(lines[prompt_id], step.rewards(prompt_id)):
+                yield f"{self.paths.ledger}: step {n}, prompt {prompt_id}: {mismatch}"
+
+    def as_sampled(self, n: int, step: Step) -> Problems:
+        """Train shards hold every sample, with its loss mask and the sampler's log-probs bit for bit."""
+        if n not in self.past.steps:  # the attempt ended within the step; a later one writes its train shards
+            return
+        for key in sorted(step.rollout.keys() ^ step.train.keys()):
+            where = "rollout" if key in step.rollout else "train"
+            yield f"{self.paths.step_samples(n)}: sample {key} is in {where} shards only"
+        for key in sorted(step.rollout.keys() & step.train.keys()):
+            for row, name in product(step.train[key], ("loss_mask", "rollout_log_probs")):
+                if row.values[name].tobytes() != step.rollout[key].values[name].tobytes():
+                    yield f"{row.file}: {name} of sample {key} is not that of {step.rollout[key].file.name}"
+
+    def versions(self, n: int, step: Step) -> Problems:
+        """Answer tokens come from weights no older than rollout.staleness allows."""
+        for key, row in step.rollout.items():
+            found = row.values["weight_versions"][row.values["loss_mask"] > 0]
+            if len(found) and not n - self.config.rollout.staleness <= found.min() <= found.max() <= n:
+                yield f"{row.file}: sample {key} has weights {found.min()} to {found.max()} at step {n}"
+
+    def advantages(self, n: int, step: Step) -> Problems:
+        """Advantages follow from the rewards by the formula of train.advantage."""
+        for prompt_id, indices in step.groups.items():
+            expected = _advantages(step.rewards(prompt_id), self.config.train.advantage)
+            for index, value in zip(indices, expected, strict=True):
+                for row in step.train.get((prompt_id, index), []):
+                    got = float(row.values["advantages"])
+                    if not _close(got, value, 1e-5):
+                        yield f"{row.file}: advantage of sample {(prompt_id, index)} is {got}, expected {value}"
+
+    def events(self, n: int, step: Step) -> Problems:
+        """Events give the shards' mean reward and largest log-prob distance."""
+        if n not in self.past.steps:
+            # The ledger's lines are written first, the event when the new weights are out.
+            if n != max(self.past.ledger):
+                yield f"{self.paths.events}: step {n} is missing"
+            return
+        metrics, count = self.past.steps[n]["metrics"], self.counts[n]
+        for name, value in {"reward/mean": count.reward, "train/logp_abs_diff_max": count.distance}.items():
+            if not _close(metrics.get(name), value):
+                yield f"{self.paths.events}: step {n} says {name} = {metrics.get(name)}, its shards {value}"
+
+    def lines(self) -> Problems:
+        """Every line of events and ledger can be read, and the ledger knows every step of the events."""
+        if self.past.damaged:
+            yield f"{self.paths.events.name} and {self.paths.ledger.name}: {self.past.damaged} lines are not JSON"
+        for n in self.past.steps.keys() - self.past.ledger.keys():
+            yield f"{self.paths.ledger}: step {n} is missing"
+
+    def once(self) -> Problems:
+        """No prompt is in the ledger twice."""
+        seen: dict[int, int] = {}
+        for n, lines in self.past.ledger.items():
+            for prompt_id in (line["prompt_id"] for line in lines):
+                if prompt_id in seen:
+                    yield f"{self.paths.ledger}: prompt {prompt_id} is in steps {seen[prompt_id]} and {n}"
+                seen[prompt_id] = n
+
+    def none_lost(self) -> Problems:
+        """Every step from 0 to the last has rollout.prompts_per_step prompts."""
+        expected, steps = self.config.rollout.prompts_per_step, self.past.ledger
+        for n in range(max(steps, default=-1) + 1):
+            count = len({line["prompt_id"] for line in steps.get(n, [])})
+            if count != expected:
+                yield f"{self.paths.ledger}: step {n} has {count} prompts, expected {expected}"
+
+    def order(self) -> Problems:
+        """Every step has the prompts that configuration and seed give it."""
+        from miles_hpc import data
+
+        try:
+            prompts = data.load(self.config, "train")
+        except (UserError, ImportError) as error:
+            raise NotChecked(f"the prompts cannot be read here: {str(error).splitlines()[0]}") from None
+        for n, lines in self.past.ledger.items():
+            expected = set(prompts.ids_of_step(n, self.config.rollout.prompts_per_step).tolist())
+            for prompt_id in sorted(expected ^ {line["prompt_id"] for line in lines}):
+                yield f"step {n}: prompt {prompt_id} {'is missing' if prompt_id in expected else 'belongs to another step'}"
+
+    def reported(self) -> Problems:
+        """The report's figures are those of the shards."""
+        said = report.compute(self.paths.folder)
+        complete = [count for n, count in self.counts.items() if n in self.past.steps]
+        rewards = [count.reward for count in complete if count.reward is not None]
+        prompts = [count.prompts for count in self.counts.values()]
+        counted = {
+            "steps": len(complete),
+            "reward_first": _mean(rewards[: report.WINDOW]),
+            "reward_last": _mean(rewards[-report.WINDOW :]),
+            "samples": sum(count.samples for count in self.counts.values()),
+            "prompts_duplicated": sum(len(ids) for ids in prompts) - len(frozenset().union(*prompts)),
+            "logp_abs_diff_max": max((count.distance for count in complete), default=None),
+        }
+        for name, value in counted.items():
+            if not _close(getattr(said, name), value):
+                yield f"report says {name} = {getattr(said, name)}, the shards {value}"
+
+
+def audit(folder: Path) -> int:
+    """Check the run in `folder`, one line per check; exit code 1 on any mismatch.
+
+    Raises:
+        ConfigError: the folder has no readable config.toml.
+    """
+    run = Audit(folder)
+    failed = [_failed(text.rstrip("."), problems) for text, problems in run.results()]
+    counts = run.counts.values()
+    print(
+        f"{len(counts)} steps, {sum(len(c.prompts) for c in counts)} prompts, {sum(c.samples for c in counts)} samples counted"
+    )
+    return 1 if any(failed) else 0
+
+
+def _failed(text: str, found: Problems) -> bool:
+    """Print a check's line; True on a mismatch."""
+    try:
+        problems = list(found)
+    except NotChecked as reason:
+        print(f"--   {text}: not checked, {reason}")
+        return False
+    print(f"{'BAD' if problems else 'ok '}  {text}")
+    for problem in problems[:SHOWN]:
+        print(f"       {problem}")
+    if len(problems) > SHOWN:
+        print(f"       and {len(problems) - SHOWN} more")
+    return bool(problems)
+
+
+def _count(step: Step) -> Count:
+    rewards = [float(row.values["rewards"]) for row in step.rollout.values()]
+    distances = [_distance(row.values) for rows in step.train.values() for row in rows]
+    return Count(len(rewards), frozenset(step.groups), _mean(rewards), max(distances, default=0.0))
+
+
+def _distance(values: dict[str, np.ndarray]) -> float:
+    distance = np.abs(values["train_log_probs"].astype(np.float64) - values["rollout_log_probs"])
+    return float(distance[values["loss_mask"] > 0].max(initial=0.0))
+
+
+def _compared(line: Line, rewards: np.ndarray) -> Problems:
+    """Where a ledger line and the rewards of its group differ."""
+    fate = "zero_variance" if (rewards == rewards[0]).all() else "trained"
+    if line["fate"] != fate:
+        yield f"fate = {line['fate']}, the rewards say {fate}"
+    for name, value in {"samples": len(rewards), "reward": float(rewards.mean())}.items():
+        if not _close(line[name], value, 2e-6):
+            yield f"{name} = {line[name]}, the shards say {value}"
+
+
+def _advantages(rewards: np.ndarray, kind: str) -> np.ndarray:
+    """`group_std`: arXiv 2402.03300, eq. 3; `group_mean`: arXiv 2503.20783. Float64, written apart from the trainer's."""
+    if (rewards == rewards[0]).all():
+        return np.zeros(len(rewards))
+    centred = rewards - rewards.mean()
+    return centred / (np.std(rewards, ddof=1) + EPSILON) if kind == "group_std" else centred
+
+
+def _mean(values: list[float]) -> float | None:
+    return float(np.mean(values)) if values else None
+
+
+def _close(a: float | None, b: float | None, tolerance: float = 1e-6) -> bool:
+    if a is None or b is None:
+        return a is b
+    return abs(a - b) <= tolerance * max(1.0, abs(b))

@@ -1,0 +1,93 @@
+"""A step's shards as `audit` reads them: straight from HDF5, by the documented names, without the code that wrote them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+Key = tuple[int, int]
+"""Prompt id and sample index."""
+
+ROLLOUT = {"tokens", "rollout_log_probs", "loss_mask", "weight_versions"}
+TRAIN = {"rollout_log_probs", "loss_mask", "train_log_probs"}
+PER_SAMPLE = {"prompt_ids", "sample_index", "rewards", "advantages"}
+
+
+class Damaged(Exception):
+    """A shard that cannot be counted; the text names file and reason."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sample in one shard."""
+
+    file: Path
+    values: dict[str, np.ndarray]
+    """Token arrays of the sample, and its reward or advantage."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """All shards of a step."""
+
+    rollout: dict[Key, Row]
+    train: dict[Key, list[Row]]
+    """More than one row where tensor-parallel ranks hold the same sample."""
+    problems: list[str] = field(default_factory=list)
+    """Damaged shards and samples that are there twice."""
+
+    @property
+    def groups(self) -> dict[int, list[int]]:
+        """Sample indices by prompt id, ascending."""
+        found: dict[int, list[int]] = {}
+        for prompt_id, index in sorted(self.rollout):
+            found.setdefault(prompt_id, []).append(index)
+        return found
+
+    def rewards(self, prompt_id: int) -> np.ndarray:
+        """Of one group, by sample index, float64."""
+        return np.array([self.rollout[prompt_id, i].values["rewards"] for i in self.groups[prompt_id]], np.float64)
+
+
+def read(folder: Path) -> Step:
+    """Count the shards in the folder of one step."""
+    step = Step({}, {})
+    for file in sorted(folder.glob("rollout-*.h5")):
+        for key, row in _rows(file, ROLLOUT, "rewards", step.problems):
+            if key in step.rollout:
+                step.problems.append(f"{file}: sample {key} is also in {step.rollout[key].file.name}")
+            step.rollout[key] = row
+    for file in sorted(folder.glob("train-*.h5")):
+        for key, row in _rows(file, TRAIN, "advantages", step.problems):
+            step.train.setdefault(key, []).append(row)
+    return step
+
+
+def _rows(file: Path, per_token: set[str], value: str, problems: list[str]) -> Iterator[tuple[Key, Row]]:
+    try:
+        arrays = _arrays(file, per_token | {"prompt_ids", "sample_index", "offsets", value})
+    except Damaged as error:
+        problems.append(str(error))
+        return
+    offsets = arrays["offsets"]
+    for i, key in enumerate(zip(arrays["prompt_ids"].tolist(), arrays["sample_index"].tolist(), strict=True)):
+        tokens = {name: arrays[name][offsets[i] : offsets[i + 1]] for name in per_token}
+        yield key, Row(file, {**tokens, value: arrays[value][i]})
+
+
+def _arrays(file: Path, names: set[str]) -> dict[str, np.ndarray]:
+    try:
+        with h5py.File(file, "r", locking=False) as shard:
+            arrays = {name: shard[name][()] for name in sorted(names)}
+    except (OSError, KeyError, RuntimeError, ValueError) as error:
+        raise Damaged(f"{file}: cannot be read: {error}") from None
+    offsets, samples = arrays["offsets"], len(arrays["prompt_ids"])
+    if len(offsets) != samples + 1 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
+        raise Damaged(f"{file}: offsets do not fit {samples} samples")
+    for name in sorted(names - {"offsets"}):
+        expected = samples if name in PER_SAMPLE else offsets[-1]
+        if len(arrays[name]) != expected:
+            raise Damaged(f"{file}: {name} has {len(arrays[name])} entries, expected {expected}")
+    return arrays

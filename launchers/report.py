@@ -1,0 +1,222 @@
+"""`miles-submit report`: a run in one table, computed from the files of its folder; `audit` recounts it.
+
+Works while the run goes on and after it died; what cannot be known yet is None (`null`, a dash).
+"""
+
+import json
+import math
+import shlex
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from miles_hpc import config as configuration
+from miles_hpc.config import Config
+from miles_hpc.launchers import history
+from miles_hpc.launchers.history import History, Line
+from miles_hpc.paths import RunPaths
+
+PHASES = ("rollout", "reward", "train", "sync", "checkpoint", "wait")
+WINDOW = 5
+"""Steps in `reward_first` and `reward_last`."""
+SILENT_SECONDS = 120.0
+"""Without a heartbeat for so long, an attempt without a verdict is not called running."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The keys of `report --json`, in order. None: not known (yet)."""
+
+    state: str
+    """Kind of the newest attempt's verdict; before it ends: queued, running, or lost (no verdict, no heartbeat)."""
+    steps: int
+    """Steps complete."""
+    attempts: int
+    reward_first: float | None
+    """Mean reward of the first five steps."""
+    reward_last: float | None
+    """Mean reward of the last five steps."""
+    eval_first: float | None
+    eval_last: float | None
+    samples: int
+    """Samples of complete steps."""
+    prompts_lost: int
+    """Prompts that a complete step, or a gap between two, should have and the ledger does not know."""
+    prompts_duplicated: int
+    """Ledger lines beyond one per prompt id."""
+    logp_abs_diff_max: float | None
+    """Largest |log p_train - log p_rollout| of an answer token, over all steps."""
+    weight_sync_seconds_median: float | None
+    weight_sync_gb_per_s: float | None
+    """Median over syncs of bytes x engines / seconds / 1e9."""
+    rollout_tokens_per_s: float | None
+    """Answer tokens generated / seconds of generation."""
+    train_tokens_per_s: float | None
+    """Tokens, prompt and answer / seconds of training."""
+    wall_seconds: float | None
+    """From the first attempt's start to the newest sign of life, queueing between attempts included."""
+    phase_seconds: dict[str, float]
+    """Sum over complete steps."""
+    export_path: str | None
+
+
+def report(folder: Path, as_json: bool) -> int:
+    """Print the report of the run in `folder`; exit code 0.
+
+    Raises:
+        ConfigError: the folder has no readable config.toml.
+    """
+    found = compute(folder)
+    if as_json:
+        print(json.dumps(strict(asdict(found)), indent=1))
+    else:
+        _show(found, RunPaths(folder))
+    return 0
+
+
+def compute(folder: Path) -> Report:
+    """The report of the run in `folder`."""
+    paths = RunPaths(folder)
+    config = configuration.read(paths.config)
+    past = history.read(paths)
+    steps = list(past.steps.values())
+    rewards = [value for e in steps if (value := e["metrics"].get("reward/mean")) is not None]
+    accuracies = [e["accuracy"] for e in past.evals.values()]
+    engines = past.starts[-1].get("engines", config.engines) if past.starts else config.engines
+    return Report(
+        state=state_of(paths),
+        steps=len(steps),
+        attempts=len(paths.attempt_numbers()),
+        reward_first=_mean(rewards[:WINDOW]),
+        reward_last=_mean(rewards[-WINDOW:]),
+        eval_first=accuracies[0] if accuracies else None,
+        eval_last=accuracies[-1] if accuracies else None,
+        samples=sum(line["samples"] for ledger in past.ledger.values() for line in ledger),
+        prompts_lost=lost(past, config),
+        prompts_duplicated=duplicated(past),
+        logp_abs_diff_max=_largest(e["metrics"].get("train/logp_abs_diff_max") for e in steps),
+        weight_sync_seconds_median=_median([e["seconds"] for e in past.syncs]),
+        weight_sync_gb_per_s=_median([e["bytes"] * engines / max(e["seconds"], 1e-9) / 1e9 for e in past.syncs]),
+        rollout_tokens_per_s=_speed(steps, "speed/rollout_tokens_per_s", "rollout"),
+        train_tokens_per_s=_speed(steps, "speed/train_tokens_per_s", "train"),
+        wall_seconds=_wall_seconds(paths, past),
+        phase_seconds={phase: sum(e["phase_seconds"].get(phase, 0.0) for e in steps) for phase in PHASES},
+        export_path=str(paths.export) if (paths.export / "config.json").exists() else None,
+    )
+
+
+def state_of(paths: RunPaths) -> str:
+    """Kind of the newest verdict, or what the files say about an attempt that has none."""
+    numbers = paths.attempt_numbers()
+    if not numbers:
+        return "queued" if paths.job.exists() else "not submitted"
+    if verdict := _json(paths.verdict(numbers[-1])):
+        return str(verdict.get("kind", "bug"))
+    signs = [_modified(file) for file in paths.heartbeat(0).parent.glob("*.json")] + [_modified(paths.start(numbers[-1]))]
+    return "running" if time.time() - max(signs) < SILENT_SECONDS else "lost"
+
+
+def lost(past: History, config: Config) -> int:
+    """Prompts missing from the ledger between its first and its last step."""
+    if not past.ledger:
+        return 0
+    expected = config.rollout.prompts_per_step
+    span = range(min(past.ledger), max(past.ledger) + 1)
+    return sum(max(0, expected - len({line["prompt_id"] for line in past.ledger.get(step, [])})) for step in span)
+
+
+def duplicated(past: History) -> int:
+    """Ledger lines beyond one per prompt id."""
+    ids = [line["prompt_id"] for ledger in past.ledger.values() for line in ledger]
+    return len(ids) - len(set(ids))
+
+
+def strict(value: Any) -> Any:
+    """`value` with None for what JSON has no number for."""
+    if isinstance(value, dict):
+        return {key: strict(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _wall_seconds(paths: RunPaths, past: History) -> float | None:
+    numbers = paths.attempt_numbers()
+    files = [file(n) for n in numbers for file in (paths.start, paths.verdict)]
+    times = [e["time"] for e in past.events if "time" in e] + [found["time"] for f in files if "time" in (found := _json(f))]
+    return max(times) - min(times) if times else None
+
+
+def _speed(steps: Sequence[Line], speed: str, phase: str) -> float | None:
+    """Tokens of all steps over their seconds, from each step's speed and seconds."""
+    pairs = [(e["metrics"][speed], e["phase_seconds"].get(phase, 0.0)) for e in steps if speed in e["metrics"]]
+    seconds = sum(s for _, s in pairs)
+    return sum(v * s for v, s in pairs) / seconds if seconds else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _largest(values: Iterable[float | None]) -> float | None:
+    return max((v for v in values if v is not None), default=None)
+
+
+def _json(file: Path) -> Line:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _modified(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:  # heartbeats are replaced, attempts may be being made
+        return 0.0
+
+
+def _show(found: Report, paths: RunPaths) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"run {paths.folder.name}", show_header=False, title_justify="left")
+    values = asdict(found)
+    phases = values.pop("phase_seconds")
+    for key, value in values.items():
+        table.add_row(key, _text(value))
+    for phase, seconds in phases.items():
+        table.add_row(f"phase_seconds.{phase}", _text(seconds))
+    console = Console(highlight=False)
+    console.print(table)
+    for line in _places(paths):
+        console.print(line, soft_wrap=True, markup=False)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, float):
+        return "-" if value is None else str(value)
+    if not math.isfinite(value):
+        return "-"
+    return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _places(paths: RunPaths) -> list[str]:
+    """Where to look next."""
+    run = shlex.quote(str(paths.folder))
+    attempts = paths.attempt_numbers()
+    logs = paths.attempt(attempts[-1]) if attempts else paths.job_log
+    saved = sorted(p.name for p in paths.checkpoints.glob("step-*")) if paths.checkpoints.is_dir() else []
+    return [
+        f"logs         {logs}",
+        f"checkpoints  {paths.checkpoints} ({', '.join(saved) or 'none yet'})",
+        f"export       {paths.export if paths.export.exists() else 'none yet'}",
+        f"curves       tensorboard --logdir {shlex.quote(str(paths.tensorboard('train').parent))}",
+        f"verdict      miles-submit why {run}",
+    ]
