@@ -1,0 +1,144 @@
+"""The audit passes a sound run and names file and value of everything that was changed afterwards."""
+
+import json
+
+import h5py
+import numpy as np
+import pytest
+
+from miles_hpc.launchers import audit
+from miles_hpc.samples import store
+
+
+def shard(run, step=1, role="rollout"):
+    return sorted(run.paths.step_samples(step).glob(f"{role}-*.h5"))[0]
+
+
+def change(file, name, index, value):
+    with h5py.File(file, "r+", locking=False) as opened:
+        opened[name][index] = value
+
+
+def edit_lines(file, edit):
+    lines = [edit(json.loads(line)) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines if line is not None))
+
+
+def failing(run, capsys):
+    """Exit code and the lines of the checks that failed."""
+    code = audit.audit(run.folder)
+    printed = capsys.readouterr().out
+    assert (code == 1) == ("BAD" in printed)
+    return code, printed
+
+
+def test_a_sound_run(make_run, capsys):
+    code, printed = failing(make_run(9), capsys)  # crosses into the second epoch
+    assert code == 0, printed
+    assert printed.count("ok ") == 12 and "not checked" not in printed
+    assert "9 steps, 36 prompts, 72 samples counted" in printed
+
+
+def test_a_resumed_run(fresh_run, capsys):
+    fresh_run.begin(0)
+    for step in range(4):
+        fresh_run.step(step)
+    fresh_run.sample(4)  # shards of a step that was never trained
+    fresh_run.begin(2)
+    for step in range(2, 5):
+        fresh_run.step(step)
+    code, printed = failing(fresh_run, capsys)
+    assert code == 0, printed
+    assert "5 steps" in printed
+
+
+def test_broken_off_within_a_step(fresh_run, capsys):
+    fresh_run.begin(0)
+    fresh_run.step(0)
+    samples = fresh_run.sample(1)
+    fresh_run.train(1, samples)
+    fresh_run.finish(1, samples)
+    edit_lines(fresh_run.paths.events, lambda e: None if e["event"] == "step" and e["step"] == 1 else e)
+    code, printed = failing(fresh_run, capsys)
+    assert code == 0, printed
+
+
+def test_nothing_yet(fresh_run, capsys):
+    assert failing(fresh_run, capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("role", "name", "index", "value", "expected"),
+    [
+        ("rollout", "rewards", 0, 7.0, "reward = "),
+        ("rollout", "rollout_log_probs", 4, -9.0, "rollout_log_probs of sample"),
+        ("rollout", "weight_versions", 3, 0, "has weights 0 to 1 at step 1"),
+        ("rollout", "sample_index", 0, 5, "has samples [1, 5], expected [0, 1]"),
+        ("train", "advantages", 1, 3.5, "is 3.5, expected"),
+        ("train", "train_log_probs", 3, -50.0, "train/logp_abs_diff_max"),
+        ("train", "loss_mask", 0, 1, "loss_mask of sample"),
+    ],
+)
+def test_a_changed_value_is_named(make_run, capsys, role, name, index, value, expected):
+    run = make_run(3)
+    change(shard(run, role=role), name, index, value)
+    code, printed = failing(run, capsys)
+    assert code == 1 and expected in printed
+
+
+def test_damaged_shards(make_run, capsys):
+    run = make_run(3)
+    damaged = shard(run)
+    damaged.write_bytes(damaged.read_bytes()[:500])
+    code, printed = failing(run, capsys)
+    assert code == 1 and f"{damaged}: cannot be read" in printed and "is in the ledger but in no rollout shard" in printed
+
+
+def test_missing_shard(make_run, capsys):
+    run = make_run(3)
+    shard(run).unlink()
+    code, printed = failing(run, capsys)
+    assert code == 1 and "is in the ledger but in no rollout shard" in printed
+
+
+def test_a_group_in_two_shards(make_run, capsys):
+    run = make_run(3)
+    store.write(run.paths, 1, 1, 1, store.read(shard(run)))
+    code, printed = failing(run, capsys)
+    assert code == 1 and "is also in rollout-0001-000.h5" in printed
+
+
+def test_a_shard_without_ledger_lines(make_run, capsys):
+    run = make_run(3)
+    store.write(run.paths, 1, 1, 1, run.groups(1, np.array([29])))
+    code, printed = failing(run, capsys)
+    assert code == 1 and "has a rollout shard but no line in the ledger" in printed
+
+
+def test_a_prompt_trained_twice_and_one_lost(make_run, capsys):
+    run = make_run(3)
+    first, second = run.ids(0)[0], run.ids(1)[0]
+    edit_lines(run.paths.ledger, lambda line: line | {"prompt_id": int(first)} if line["prompt_id"] == second else line)
+    code, printed = failing(run, capsys)
+    assert code == 1 and f"prompt {first} is in steps 0 and 1" in printed and f"prompt {second} is missing" in printed
+
+
+def test_a_missing_step(make_run, capsys):
+    run = make_run(3)
+    edit_lines(run.paths.ledger, lambda line: None if line["step"] == 1 else line)
+    code, printed = failing(run, capsys)
+    assert code == 1 and "step 1 has 0 prompts, expected 4" in printed
+
+
+def test_events_that_flatter(make_run, capsys):
+    run = make_run(3)
+    edit_lines(run.paths.events, lambda e: e | {"metrics": e["metrics"] | {"reward/mean": 1.0}} if "metrics" in e else e)
+    code, printed = failing(run, capsys)
+    assert code == 1 and "says reward/mean = 1.0, its shards" in printed and "report says reward_first = 1.0" in printed
+
+
+def test_prompts_that_cannot_be_read_here(make_run, capsys):
+    run = make_run(2)
+    (run.folder.parent.parent / "prompts.jsonl").unlink()
+    code, printed = failing(run, capsys)
+    assert code == 0 and "not checked, the prompts cannot be read here" in printed

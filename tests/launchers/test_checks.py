@@ -1,0 +1,78 @@
+import pytest
+
+from miles_hpc import config as configuration
+from miles_hpc.errors import DataError, EdgeError, ModelError, SiteError
+from miles_hpc.launchers import checks, plan
+from miles_hpc.launchers.controller import Partition
+
+PARTITIONS = {
+    "all": Partition("all", True, 4, 4),
+    "train": Partition("train", False, 2, 2),
+    "rollout": Partition("rollout", False, 2, 1),
+}
+
+
+def load(toml, *overrides):
+    return configuration.load(toml, overrides)
+
+
+def test_good_files_pass_without_importing_user_code(toml):
+    checks.check_files(load(toml))
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "said"),
+    [
+        ("rollout.reward=scoring:rewrd", EdgeError, "did you mean reward"),
+        ("rollout.reward=scorin:reward", EdgeError, "neither installed nor beside"),
+        ("data.prompts=nope.jsonl", DataError, "no such file"),
+        ("data.eval=empty.jsonl", DataError, "empty"),
+        ("model.path=nope", ModelError, "no Hugging Face checkpoint"),
+    ],
+)
+def test_what_is_missing_is_named(toml, override, error, said):
+    (toml.parent / "empty.jsonl").touch()
+    with pytest.raises(error, match=said):
+        checks.check_files(load(toml, override))
+
+
+def test_a_model_with_a_source_may_be_missing(toml):
+    (toml.parent / "making.py").write_text("def model(folder, seed): ...\n")
+    checks.check_files(load(toml, "model.path=later", "model.source=making:model"))
+
+
+def test_user_code_that_does_not_parse(toml):
+    (toml.parent / "broken.py").write_text("def reward(:\n")
+    with pytest.raises(EdgeError, match="cannot be parsed"):
+        checks.check_files(load(toml, "rollout.reward=broken:reward"))
+
+
+def test_edges_of_installed_packages_are_found_without_importing_them(toml):
+    (toml.parent / "json").mkdir()
+    found = checks.find_module("json.decoder", toml.parent)
+    assert found is not None and found.name == "decoder.py" and toml.parent not in found.parents
+
+
+def job(toml, *overrides):
+    config = load(toml, *overrides)
+    return plan.job_spec(config, "miles", toml.parent / "run")
+
+
+def test_enough_nodes(toml):
+    checks.check_nodes(job(toml), PARTITIONS)
+
+
+def test_too_few_nodes(toml):
+    with pytest.raises(SiteError, match="3 nodes wanted, partition rollout has 2"):
+        checks.check_nodes(job(toml, "slurm.rollout.nodes=3"), PARTITIONS)
+
+
+def test_components_in_one_partition_are_added_up(toml):
+    both = ["slurm.train.partition=train", "slurm.rollout.partition=train"]
+    with pytest.raises(SiteError, match="4 nodes wanted, partition train has 2"):
+        checks.check_nodes(job(toml, *both), PARTITIONS)
+
+
+def test_unknown_partition_offers_the_nearest(toml):
+    with pytest.raises(SiteError, match="did you mean rollout"):
+        checks.check_nodes(job(toml, "slurm.rollout.partition=rolout"), PARTITIONS)

@@ -1,0 +1,109 @@
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from miles_hpc.launchers import cli
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(list(arguments))
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_plan_prints_arithmetic_and_script_and_touches_nothing(capsys, no_slurm, toml):
+    code, out, _ = run(capsys, "plan", str(toml))
+    assert code == 0
+    assert "4 prompts x 4 samples = 16 samples per step" in out
+    assert "4 data-parallel ranks / 1 mini-batch = 4 samples per rank" in out
+    assert "#SBATCH hetjob" in out
+    assert list(no_slurm.iterdir()) == []
+
+
+def test_plan_without_slurm_is_mpiexec(capsys, no_slurm, toml):
+    code, out, _ = run(capsys, "plan", str(toml), "--local")
+    assert code == 0
+    assert "mpiexec" in out and "#SBATCH" not in out
+
+
+def test_set_overrides(capsys, no_slurm, toml):
+    _, out, _ = run(capsys, "plan", str(toml), "--set", "run.name=other", "--set", "slurm.train.nodes=4")
+    assert "#SBATCH --job-name=other" in out and "#SBATCH --nodes=4" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--set", "train.lrr=1"], 2, "did you mean train.lr"),
+        (["--set", "train.lr=fast"], 2, "train.lr"),
+        (["--set", "nonsense"], 2, "section.key=value"),
+        (["--set", "slurm.train.nodes=3"], 2, "would fit"),
+        (["--set", "slurm.site=genric"], 2, "did you mean generic"),
+        (["--set", "run.folder=/tmp/hetjob/x"], 2, "hetjob"),
+        (["--set", "rollout.reward=scoring:rewrd"], 2, "did you mean reward"),
+    ],
+)
+def test_a_users_error_is_one_message_and_exit_code_2(capsys, no_slurm, toml, arguments, code, said):
+    got, out, err = run(capsys, "plan", str(toml), *arguments)
+    assert got == code
+    assert said in err and "Traceback" not in err and out == ""
+
+
+def test_no_slurm_is_exit_code_3_and_leaves_nothing(capsys, no_slurm, toml):
+    code, _, err = run(capsys, "run", str(toml))
+    assert code == 3
+    assert "miles-submit cluster up" in err and "--local" in err
+    assert list(no_slurm.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "cancel", "why", "resume", "report", "audit", "samples"])
+def test_a_folder_without_a_run(capsys, no_slurm, command):
+    code, _, err = run(capsys, command, str(no_slurm))
+    assert code == 2
+    assert "no run in this folder" in err
+
+
+def test_an_existing_run_folder_is_refused(capsys, no_slurm, toml):
+    taken = no_slurm / "taken"
+    taken.mkdir()
+    code, _, err = run(capsys, "run", str(toml), "--local", "--set", f"run.folder={taken}")
+    assert code == 2
+    assert f"miles-submit resume {taken}" in err
+    assert list(taken.iterdir()) == []
+
+
+def test_cluster_paths_that_slurm_cannot_take(capsys, tmp_path):
+    code, _, err = run(capsys, "cluster", "up", "--home", str(tmp_path / "a b"))
+    assert code == 3
+    assert "--home" in err
+    assert not (tmp_path / "a b").exists()
+
+
+def test_cluster_status_and_env_of_none(capsys, tmp_path):
+    assert run(capsys, "cluster", "status", "--home", str(tmp_path))[:2] == (0, f"no cluster runs in {tmp_path}\n")
+    assert run(capsys, "cluster", "env", "--home", str(tmp_path))[0] == 3
+    assert run(capsys, "cluster", "down", "--home", str(tmp_path))[0] == 0
+
+
+def test_help_names_every_command():
+    said = subprocess.run([sys.executable, "-m", "miles_hpc.launchers.cli", "--help"], capture_output=True, text=True).stdout
+    names = ["run", "plan", "resume", "status", "logs", "cancel", "why", "samples", "report", "audit", "cluster"]
+    assert [name for name in names if not re.search(rf"^\s+{name}\s", said, flags=re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "TOML"]])
+def test_answers_at_once_and_without_heavy_imports(no_slurm, toml, arguments):
+    words = [str(toml) if a == "TOML" else a for a in arguments]
+    program = (
+        "import sys, json; from miles_hpc.launchers.cli import main\n"
+        f"try: main({words!r})\nexcept SystemExit: pass\n"
+        "print(json.dumps([m for m in ('torch', 'h5py', 'numpy', 'rich', 'submitit', 'mpi4py') if m in sys.modules]))"
+    )
+    before = time.process_time(), time.monotonic()
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert time.monotonic() - before[1] < 5  # on a busy machine; 0.3 s on a quiet one
+    assert json.loads(result.stdout.splitlines()[-1]) == []

@@ -1,0 +1,63 @@
+import pytest
+
+from miles_hpc.errors import SiteError
+from miles_hpc.launchers import controller
+from miles_hpc.launchers.controller import JobState, parse_job
+
+
+def component(offset: int, state: str, nodes: str, reason: str = "None") -> str:
+    """A line of `scontrol -o show job`, shortened."""
+    return (
+        f"JobId={16 + offset} HetJobId=16 HetJobOffset={offset} JobName=a name with = in it JobState={state} Reason={reason} "
+        f"Restarts=1 ReqNodeList=(null) NodeList={nodes} NumNodes=2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("states", "merged", "ended"),
+    [
+        (["RUNNING", "RUNNING"], "RUNNING", False),
+        (["COMPLETED", "COMPLETED"], "COMPLETED", True),
+        (["CANCELLED", "COMPLETED"], "CANCELLED", True),
+        (["COMPLETED", "FAILED"], "FAILED", True),
+        # an ended component beside one that is still being ended: nobody may resume yet
+        (["COMPLETING", "CANCELLED"], "COMPLETING", False),
+        (["PENDING", "COMPLETING"], "COMPLETING", False),
+        (["PENDING", "PENDING"], "PENDING", False),
+        (["SOMETHING_NEW", "SOMETHING_NEW"], "SOMETHING_NEW", False),
+    ],
+)
+def test_components_are_merged(states, merged, ended):
+    found = parse_job("\n".join(component(i, state, "t0") for i, state in enumerate(states)))
+    assert (found.state, found.ended) == (merged, ended)
+
+
+def test_nodes_of_all_components_in_order():
+    found = parse_job("\n".join([component(1, "RUNNING", "r[0-1]"), component(0, "RUNNING", "t[0-1]")]))
+    assert found == JobState("RUNNING", ("t[0-1]", "r[0-1]"), 1, "")
+
+
+def test_a_pending_job_has_a_reason_and_no_nodes():
+    found = parse_job(component(0, "PENDING", "(null)", "Resources"))
+    assert (found.nodes, found.reason) == ((), "Resources")
+
+
+def test_a_forgotten_job_is_unknown():
+    assert parse_job("").state == "UNKNOWN"
+
+
+def test_no_slurm_names_both_ways_out(no_slurm):
+    with pytest.raises(SiteError, match=r"no Slurm answers") as raised:
+        controller.find()
+    assert "cluster up" in raised.value.next_step
+    assert "--local" in raised.value.next_step
+
+
+def test_sizes_of_an_outer_job_are_forgotten(no_slurm, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_NTASKS", "64")
+    with pytest.raises(SiteError):
+        controller.find()
+    import os
+
+    assert "SLURM_NTASKS" not in os.environ

@@ -1,0 +1,104 @@
+"""Verdicts that nobody wrote. The texts of srun, slurmstepd and mpiexec are recorded from Slurm 22.05 and MPICH 5.0."""
+
+import pytest
+
+from miles_hpc.launchers.evidence import Evidence, Heartbeat, Loss, ended_by, judge, losses
+
+BEATS = tuple(
+    Heartbeat(rank, role, "login", node, "generate", 4, 100.0 - rank, 4000 + rank)
+    for rank, (role, node) in enumerate([("train", "t0"), ("train", "t1"), ("rollout", "r0"), ("rollout", "r1")])
+)
+HOSTS = ["t0", "t1", "r0", "r1"]
+SRUN = """\
+srun: error: r1: task 1: Killed
+srun: launch/slurm: _step_signal: Terminating StepId=4.0
+slurmstepd-t0: error: *** STEP 4.0 ON t0 CANCELLED AT 2026-11-29T16:27:08 ***
+srun: error: t0: task 0: Terminated
+srun: error: t1: task 1: Terminated
+"""
+MPIEXEC = """\
+===================================================================================
+=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+=   PID 4002 RUNNING AT localhost
+=   EXIT CODE: 9
+=   CLEANING UP REMAINING PROCESSES
+===================================================================================
+"""
+
+
+def test_srun_counts_the_tasks_of_each_component_and_the_node_tells_the_rank():
+    assert losses(SRUN, HOSTS, first_rollout=2)[0] == Loss(3, "Killed", signal=9)
+
+
+def test_in_a_homogeneous_job_the_task_is_the_rank():
+    assert losses("srun: error: r1: task 3: Exited with exit code 3\n", HOSTS, 2) == (
+        Loss(3, "Exited with exit code 3", exit_code=3),
+    )
+
+
+def test_ranks_that_were_only_ended_along_come_last():
+    said = "srun: error: t0: task 0: Terminated\nsrun: error: t1: task 1: Segmentation fault (core dumped)\n"
+    assert [loss.rank for loss in losses(said, HOSTS, 2)] == [1, 0]
+
+
+def test_several_tasks_on_one_node():
+    assert losses("srun: error: n0: tasks 2-3: Exited with exit code 1\n")[0].rank == 2
+
+
+def test_mpiexec_names_a_process():
+    assert losses(MPIEXEC) == (Loss(-1, "killed by signal 9", 9, 9, 4002),)
+
+
+@pytest.mark.parametrize("said", [SRUN.replace("r1: task 1: Killed", "r0: task 0: Killed"), MPIEXEC])
+def test_a_killed_rank_is_named(said):
+    found = judge(Evidence(code=137, job_state="RUNNING", losses=losses(said, HOSTS, 2), heartbeats=BEATS))
+    assert (found.kind, found.rank, found.role, found.node, found.phase, found.step, found.signal) == (
+        ("rank_died", 2, "rollout", "r0", "generate", 4, 9)
+    )
+
+
+def test_without_words_the_longest_silent_rank_is_suspected():
+    assert judge(Evidence(code=143, heartbeats=BEATS)).rank == 3
+
+
+@pytest.mark.parametrize(
+    ("seen", "kind"),
+    [
+        (Evidence(code=137, job_state="RUNNING", bad_nodes=("t1",)), "node_failure"),
+        (Evidence(code=137, job_state="NODE_FAIL"), "node_failure"),
+        (Evidence(code=-1, restarted_by_slurm=True), "node_failure"),
+        (Evidence(code=143, job_state="TIMEOUT"), "time_limit"),
+        (Evidence(code=143, job_state="PREEMPTED"), "preempted"),
+        (Evidence(code=143, job_state="REQUEUED"), "preempted"),
+        (Evidence(code=143, job_state="CANCELLED"), "preempted"),
+        (Evidence(code=137, job_state="OUT_OF_MEMORY"), "out_of_memory"),
+        (Evidence(code=137, losses=(Loss(0, "Out Of Memory"),)), "out_of_memory"),
+        (Evidence(code=2, prepared=False), "user_error"),
+        (Evidence(code=1, prepared=False), "bug"),
+        (Evidence(code=0), "bug"),
+        (Evidence(code=1), "rank_died"),
+    ],
+)
+def test_kind(seen, kind):
+    assert judge(seen).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("reason", "state"),
+    [
+        ("", "CANCELLED"),
+        (" DUE TO TIME LIMIT", "TIMEOUT"),
+        (" DUE TO PREEMPTION", "PREEMPTED"),
+        (" DUE TO JOB REQUEUE", "REQUEUED"),
+        (" DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", "NODE_FAIL"),
+    ],
+)
+def test_why_slurm_ends_a_job(reason, state):
+    assert (
+        ended_by(f"attempt 1 on t0\nslurmstepd-t0: error: *** JOB 16 ON t0 CANCELLED AT 2026-11-29T16:29:37{reason} ***\n")
+        == state
+    )
+
+
+def test_the_end_of_a_step_is_not_the_end_of_the_job():
+    assert ended_by("slurmstepd-t0: error: *** STEP 8.0 ON t0 CANCELLED AT 2026-11-29T16:27:08 ***\n") == ""

@@ -1,0 +1,86 @@
+"""Runs without Slurm: a real mpiexec, the probe of tests/slurm in place of the ranks."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from miles_hpc.errors import UserError
+from miles_hpc.launchers import logs, state, status, submission, verdict
+from miles_hpc.paths import RunPaths
+
+PROBE = str(Path(__file__).parents[1] / "slurm/probe.py")
+SIZE = ["slurm.train.nodes=1", "slurm.train.ranks_per_node=1", "slurm.rollout.nodes=1"]
+pytestmark = pytest.mark.mpi
+
+
+def start(toml: Path, mode: str, prepare: str = "prepare", *overrides: str) -> Path:
+    programs = {"main": (PROBE, mode), "prepare": (PROBE, prepare)}
+    return submission.run(toml, [*SIZE, *overrides], without_slurm=True, **programs)
+
+
+def wait(condition, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.05)
+
+
+def test_a_run_from_start_to_end(no_slurm, toml, capsys):
+    run = start(toml, "done")
+    assert run == no_slurm / "runs/demo-000"
+    wait(lambda: state.state_of(run).ended)
+    assert state.state_of(run).word == "done"
+    assert status.text(run).splitlines()[1].startswith("state    done, process")
+    assert logs.show(run, "rollout", None, None, follow=True) == 0
+    assert capsys.readouterr().out == "rollout rank 1 of 2\n"
+    with pytest.raises(UserError, match="complete"):
+        submission.resume(run, without_slurm=True)
+
+
+def test_a_killed_rank_is_named_and_the_next_attempt_ends_the_run(no_slurm, toml):
+    run = start(toml, "kill")
+    wait(lambda: state.state_of(run).ended)
+    first, second = (verdict.read(RunPaths(run), n) for n in (1, 2))
+    assert (first.kind, first.rank, first.role, first.signal) == ("rank_died", 1, "rollout", 9)
+    assert second.kind == "done"
+
+
+def test_cancel_lets_the_ranks_save_and_resume_goes_on(no_slurm, toml):
+    run = start(toml, "hold")
+    wait(lambda: all((run / f"holding-{rank}").exists() for rank in (0, 1)))
+    with pytest.raises(UserError, match="still running"):
+        submission.resume(run, without_slurm=True)
+    assert "cancelled" in status.cancel(run)
+    wait(lambda: state.state_of(run).ended)
+    assert verdict.newest(RunPaths(run)).kind == "preempted"
+    assert "saved" in RunPaths(run).log(1, "train", 0).read_text()
+
+    submission.resume(run, without_slurm=True, main=(PROBE, "done"), prepare=(PROBE, "prepare"))
+    wait(lambda: state.state_of(run).ended)
+    assert state.state_of(run).word == "done"
+    assert RunPaths(run).attempt_numbers() == [1, 2]
+
+
+def test_a_failed_preparation_is_a_user_error_and_starts_no_rank(no_slurm, toml):
+    run = start(toml, "done", "prepare-fails")
+    wait(lambda: state.state_of(run).ended)
+    assert (state.state_of(run).word, state.state_of(run).exit_code) == ("user_error", 2)
+    assert not RunPaths(run).log(1, "train", 0).exists()
+    assert "--role job" in status.why(run)
+
+
+def test_a_failed_submission_leaves_nothing(no_slurm, toml, monkeypatch):
+    from miles_hpc.launchers import local
+
+    monkeypatch.setattr(local, "start", lambda job: (_ for _ in ()).throw(OSError("no more processes")))
+    with pytest.raises(OSError, match="no more processes"):
+        start(toml, "done")
+    assert list((no_slurm / "runs").iterdir()) == []
+
+
+def test_two_runs_at_once_get_folders_of_their_own(no_slurm, toml):
+    runs = [start(toml, "done") for _ in range(2)]
+    assert [run.name for run in runs] == ["demo-000", "demo-001"]
+    wait(lambda: all(state.state_of(run).ended for run in runs))
+    assert [state.state_of(run).word for run in runs] == ["done", "done"]

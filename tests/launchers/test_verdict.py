@@ -1,0 +1,82 @@
+import json
+
+import pytest
+
+from miles_hpc.launchers import verdict
+from miles_hpc.launchers.verdict import Attempt, Situation, Verdict, decide, stalled
+from miles_hpc.paths import RunPaths
+
+
+def history(*kinds: str, moving: bool = True) -> tuple[Attempt, ...]:
+    return tuple(Attempt(n, kind, n * moving, (n + 1) * moving) for n, kind in enumerate(kinds))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "action"),
+    [
+        (["done"], "done"),
+        (["rank_died"], "restart"),
+        (["hang"], "restart"),
+        (["out_of_memory"], "restart"),
+        (["bug"], "restart"),
+        (["preempted"], "requeue"),
+        (["time_limit"], "requeue"),
+        (["node_failure"], "requeue"),
+        (["user_error"], "stop"),
+        (["diverged"], "stop"),
+        (["rank_died", "rank_died"], "restart"),
+        (["rank_died", "hang", "bug"], "stop"),
+        (["rank_died", "hang", "done"], "done"),
+        # the nodes' fault does not count against the program
+        (["node_failure", "time_limit", "preempted", "rank_died"], "restart"),
+        (["time_limit"] * 20, "requeue"),
+        (["rank_died", "rank_died", "preempted"], "requeue"),
+    ],
+)
+def test_decision(kinds, action):
+    assert decide(Situation(history(*kinds), max_restarts=2)) == action
+
+
+@pytest.mark.parametrize("kind", ["preempted", "rank_died", "time_limit"])
+def test_a_cancelled_job_stops(kind):
+    assert decide(Situation(history(kind), max_restarts=5, job_state="CANCELLED")) == "stop"
+
+
+def test_done_stands_even_if_the_job_is_cancelled_later():
+    assert decide(Situation(history("done"), max_restarts=5, job_state="CANCELLED")) == "done"
+
+
+def test_without_slurm_there_is_no_queue_to_go_back_to():
+    assert decide(Situation(history("preempted"), max_restarts=5, slurm=False)) == "stop"
+    assert decide(Situation(history("rank_died"), max_restarts=5, slurm=False)) == "restart"
+
+
+@pytest.mark.parametrize("kind", ["preempted", "time_limit", "node_failure", "rank_died"])
+def test_three_attempts_without_a_checkpoint_stop(kind):
+    assert decide(Situation(history(kind, kind, moving=False), max_restarts=9)) != "stop"
+    assert decide(Situation(history(kind, kind, kind, moving=False), max_restarts=9)) == "stop"
+
+
+def test_progress_in_one_of_the_last_three_is_progress():
+    rows = (Attempt(1, "bug", -1, -1), Attempt(2, "bug", -1, 5), Attempt(3, "bug", 5, 5), Attempt(4, "bug", 5, 5))
+    assert not stalled(rows)
+    assert stalled((*rows, Attempt(5, "bug", 5, 5)))
+
+
+def test_a_verdict_with_more_fields_than_the_launcher_knows_is_read(tmp_path):
+    paths = RunPaths(tmp_path)
+    paths.attempt(1).mkdir(parents=True)
+    paths.verdict(1).write_text(json.dumps({"kind": "hang", "rank": 3, "frame": "x.py:1 f", "role": None}))
+    assert verdict.newest(paths) == Verdict(kind="hang", rank=3)
+
+
+def test_no_verdict_yet(tmp_path):
+    assert verdict.newest(RunPaths(tmp_path)) is None
+    RunPaths(tmp_path).attempt(1).mkdir(parents=True)
+    assert verdict.newest(RunPaths(tmp_path)) is None
+
+
+def test_sentence_names_who_where_and_what():
+    said = verdict.sentence(Verdict("rank_died", 5, "rollout", "n1", "r1", "generate", 3, error="Killed"))
+    assert said == "rank_died (rollout rank 5 on r1, in generate at step 3): Killed"
+    assert verdict.sentence(Verdict("done")) == "done"
