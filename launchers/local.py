@@ -59,10 +59,12 @@ def start(spec: JobSpec) -> int:
 def alive(pid: int, run: Path) -> bool:
     """True while the script of this run lives under this process id."""
     try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return False
-    return os.fsencode(RunPaths(run).script) in words
+    # a process that is just becoming bash has no command line yet
+    return state != "Z" and (words == [b""] or os.fsencode(RunPaths(run).script) in words)
 
 
 def cancel(pid: int, run: Path) -> None:
