@@ -16,6 +16,8 @@ import torch
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "as_tensor", "empty_strided")
 FACTORIES_LIKE = ("empty_like", "zeros_like", "ones_like", "full_like")
+# A library's operators go when it is collected.
+_libraries: list[torch.library.Library] = []
 
 
 def backend() -> str:
@@ -41,6 +43,8 @@ def install() -> bool:
         _streams()
         _random()
         _tensors()
+        # megatron marks functions for torch.compile, which on a CPU costs seconds and a C++ compiler for nothing.
+        torch.compiler.set_stance("force_eager")
         torch.cuda.is_stand_in = True  # type: ignore[attr-defined]
     return True
 
@@ -55,6 +59,19 @@ def install_dispatcher() -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
     token_dispatcher.maybe_move_tensor_to_cpu = _to_numpy
+
+
+def define_torchvision_operators() -> None:
+    """Let transformers import torchvision on CPU; call before a configuration or model is loaded.
+
+    PyPI's torchvision is a CUDA build: its Python part refers to operators that only its CUDA library would define.
+    """
+    if torch.version.cuda is not None or _libraries:
+        return
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _libraries.append(library)
 
 
 def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -130,7 +147,7 @@ def _fill(names: str, value: Any, owner: Any = torch.cuda) -> None:
 
 
 def _devices() -> None:
-    """Rotary tables, layers and buffers are made `device=torch.cuda.current_device()`; the async writer divides by the count."""
+    """Layers and buffers are made with `device=torch.cuda.current_device()`; the checkpoint writer divides by the count."""
     _fill("current_device", CPU)
     _fill("device_count", 1)
     _fill("get_device_capability", (0, 0))

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from miles_hpc.device import define_torchvision_operators
 from miles_hpc.errors import ModelError
 from miles_hpc.train import convert
 
@@ -21,6 +22,7 @@ def read(folder: Path) -> Any:
     """
     from transformers import AutoConfig
 
+    define_torchvision_operators()
     if not (folder / "config.json").is_file():
         raise ModelError("no Hugging Face checkpoint: config.json is missing", where=str(folder))
     try:

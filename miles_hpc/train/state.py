@@ -64,10 +64,11 @@ def load(folder: Path, policy: Policy, optimizer: Any, reference: Policy | None)
 
 
 def _sharded(policy: Policy, optimizer: Any, reference: Policy | None, loading: bool) -> dict[str, Any]:
-    model = policy.module.sharded_state_dict(metadata=FORMAT)
-    state = {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=FORMAT)}
+    metadata = dict(FORMAT)  # megatron writes its groups into it
+    model = policy.module.sharded_state_dict(metadata=metadata)
+    state = {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)}
     if reference:
-        state["reference"] = _prefixed(reference.module.sharded_state_dict(metadata=FORMAT))
+        state["reference"] = _prefixed(reference.module.sharded_state_dict(metadata=metadata))
     return state
 
 

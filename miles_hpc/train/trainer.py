@@ -69,12 +69,20 @@ class Trainer:
         self.model_config = architecture.read(model_folder)
         tp, ep = config.train.tensor_parallel, config.train.expert_parallel
         architecture.check_parallel(self.model_config, tp, ep)
+        weights.check(self.model_config, model_folder)
         self.dtype = architecture.DTYPES[config.model.dtype]
-        join(rank, size, rendezvous, tp, ep, config.rollout.timeout_seconds)
-        self.groups = Groups()
         self.length, self.temperature = config.model.context_length, config.rollout.temperature
+        join(rank, size, rendezvous, tp, ep, config.rollout.timeout_seconds)
+        try:
+            self._build()
+        except BaseException:
+            leave()
+            raise
+
+    def _build(self) -> None:
+        self.groups = Groups()
         self.policy = self._policy()
-        weights.read(self.policy.module, self.model_config, model_folder, self.groups)
+        weights.read(self.policy.module, self.model_config, self.folder, self.groups)
         self.ddp = self.policy.wrap()
         self.optimizer = optimizer.build(self.ddp, self.dtype)
         self.reference: Policy | None = None

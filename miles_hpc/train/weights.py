@@ -18,16 +18,14 @@ IGNORED = ("lm_head.weight", ".rotary_emb.inv_freq")
 
 
 def read(module: torch.nn.Module, config: Any, folder: Path, groups: Groups) -> None:
-    """Load this rank's part of a Hugging Face checkpoint.
+    """Load this rank's part of a Hugging Face checkpoint that passed `check`.
 
     Raises:
-        ModelError: no safetensors, missing or unexpected tensors, or a tensor of another shape.
+        ModelError: a tensor of another shape.
     """
-    files = _files(folder)
-    check_names(files, config, folder)
     params = dict(module.named_parameters())
     dims = Dims.of(config)
-    with _Reader(files) as reader, torch.no_grad():
+    with _Reader(_files(folder)) as reader, torch.no_grad():
         for rule in rules(config):
             name = local_name(rule, config, groups)
             if name is None:
@@ -45,12 +43,13 @@ def read(module: torch.nn.Module, config: Any, folder: Path, groups: Groups) -> 
             params[name].copy_(part)
 
 
-def check_names(files: dict[str, Path], config: Any, folder: Path) -> None:
+def check(config: Any, folder: Path) -> None:
     """Compare a checkpoint's names with those that its configuration asks for.
 
     Raises:
-        ModelError: naming missing and unexpected tensors.
+        ModelError: no safetensors, a damaged file, missing or unexpected tensors.
     """
+    files = _files(folder)
     wanted = {source for rule in rules(config) for source in rule.sources}
     missing = sorted(wanted - files.keys())
     unexpected = sorted(name for name in files.keys() - wanted if not name.endswith(IGNORED))

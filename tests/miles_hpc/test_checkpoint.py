@@ -1,0 +1,122 @@
+"""Checkpoints appear whole or not at all, and only whole ones of this model are read."""
+
+import json
+import logging
+
+import pytest
+
+from miles_hpc.checkpoint import MANIFEST, Checkpoints
+from miles_hpc.errors import CheckpointError, ModelError
+from miles_hpc.paths import RunPaths
+
+
+class Counter:
+    """Stands for a trainer of one rank: its whole state is a number."""
+
+    rank, size = 0, 1
+
+    def __init__(self, value: int = 0, layers: int = 2) -> None:
+        self.value, self.fingerprint, self.fail = value, {"model_type": "counter", "num_hidden_layers": layers}, False
+
+    def gather(self, value):
+        return [value]
+
+    def save(self, folder, extra):
+        (folder / "value").write_text(json.dumps({"value": self.value, **extra}))
+        (folder / "sub").mkdir()
+        (folder / "sub" / "large").write_bytes(b"x" * 5_000_000)
+        if self.fail:
+            raise OSError("no space left")
+
+    def load(self, folder):
+        state = json.loads((folder / "value").read_text())
+        self.value = state["value"]
+        return state
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return RunPaths(tmp_path / "a run")
+
+
+@pytest.fixture
+def checkpoints(paths):
+    return Checkpoints(paths, 2, lambda: None, True)
+
+
+def test_nothing_to_resume(checkpoints):
+    assert checkpoints.resume(Counter()) is None
+
+
+def test_the_newest_is_resumed_and_only_the_newest_are_kept(checkpoints, paths):
+    for version in (9, 10, 100):
+        checkpoints.save(Counter(version * 7), version)
+    state = Counter()
+    assert checkpoints.resume(state) == 100
+    assert state.value == 700
+    assert sorted(p.name for p in paths.checkpoints.iterdir()) == ["step-000010", "step-000100"]
+
+
+def test_the_same_version_may_be_saved_again(checkpoints):
+    checkpoints.save(Counter(1), 5)
+    checkpoints.save(Counter(2), 5)
+    state = Counter()
+    assert (checkpoints.resume(state), state.value) == (5, 2)
+
+
+def _flip(folder):
+    file = folder / "sub" / "large"
+    content = bytearray(file.read_bytes())
+    content[2_500_000] ^= 1
+    file.write_bytes(content)
+
+
+DAMAGE = {
+    "flipped bit": (_flip, "large is damaged"),
+    "cut": (lambda f: (f / "sub" / "large").write_bytes(b"x" * 4_999_999), "large is damaged"),
+    "lost file": (lambda f: (f / "value").unlink(), "value is missing"),
+    "no manifest": (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST} is missing"),
+    "half a manifest": (lambda f: (f / MANIFEST).write_text('{"version": 2'), "unreadable"),
+    "another manifest": (lambda f: (f / MANIFEST).write_text("[]"), "unreadable"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_one_is_passed_over_by_name(name, checkpoints, paths, caplog):
+    damage, message = DAMAGE[name]
+    checkpoints.save(Counter(1), 1)
+    checkpoints.save(Counter(2), 2)
+    damage(paths.checkpoint(2))
+    state = Counter()
+    with caplog.at_level(logging.ERROR):
+        assert checkpoints.resume(state) == 1
+    assert state.value == 1
+    assert str(paths.checkpoint(2)) in caplog.text and message in caplog.text
+
+
+def test_an_unfinished_save_leaves_the_previous_one(checkpoints, paths):
+    checkpoints.save(Counter(1), 1)
+    broken = Counter(2)
+    broken.fail = True
+    with pytest.raises(CheckpointError, match="no space left"):
+        checkpoints.save(broken, 2)
+    state = Counter()
+    assert checkpoints.resume(state) == 1
+    checkpoints.save(Counter(3), 2)  # what the failed attempt left is no obstacle
+    assert checkpoints.resume(state) == 2
+    assert state.value == 3
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(checkpoints):
+    checkpoints.save(Counter(), 1)
+    with pytest.raises(ModelError, match=r"num_hidden_layers = 2 \(this model: 3\)"):
+        checkpoints.resume(Counter(layers=3))
+
+
+def test_all_ranks_meet_around_the_write(paths):
+    events = []
+    state = Counter()
+    original = state.save
+    state.save = lambda *a: (events.append("write"), original(*a))
+    Checkpoints(paths, 1, lambda: events.append("barrier"), True).save(state, 1)
+    assert events == ["barrier", "write", "barrier", "barrier"]

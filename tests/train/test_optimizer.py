@@ -1,0 +1,55 @@
+"""The three cures of resuming megatron's distributed AdamW without Transformer Engine (see `train/optimizer.py`)."""
+
+import pytest
+import torch
+from train_parts import config, run_steps, samples, trainer
+
+from miles_hpc.train import optimizer
+from miles_hpc.train.advantage import group_advantages
+
+
+def _same(a, b):
+    assert a["metrics"] == b["metrics"]
+    for name, tensor in a["weights"].items():
+        assert torch.equal(tensor, b["weights"][name]), name
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "kl"), [("qwen3", "float32", 0.0), ("moe", "float32", 0.1), ("moe", "bfloat16", 0.0)]
+)
+def test_the_steps_after_a_resume_are_bitwise_those_of_the_uninterrupted_run(family, dtype, kl, models, tmp_path):
+    settings = config(dtype=dtype, kl_coef=kl, mini_batches=2)
+    (tmp_path / "saved").mkdir()
+    with trainer(settings, models[family], tmp_path / "a") as made:
+        run_steps(made, 2)
+        made.save(tmp_path / "saved", {"version": 2})
+        expected = run_steps(made, 2)
+        counters = optimizer.step_counters(made.optimizer)
+    with trainer(settings, models[family], tmp_path / "b") as made:
+        assert made.load(tmp_path / "saved") == {"version": 2}
+        # Cure 3: one counter per parameter, all at the number of optimizer steps so far.
+        assert set(optimizer.step_counters(made.optimizer)) == {4.0}
+        _same(run_steps(made, 2), expected)
+        assert optimizer.step_counters(made.optimizer) == counters and set(counters) == {8.0}
+
+
+def test_a_state_from_before_the_first_step_is_saved_and_read(models, tmp_path):
+    (tmp_path / "saved").mkdir()
+    with trainer(config(), models["qwen3"], tmp_path / "a") as made:
+        made.save(tmp_path / "saved", {})  # cure 1: megatron asserts on an empty state
+        expected = run_steps(made, 1)
+    with trainer(config(), models["qwen3"], tmp_path / "b") as made:
+        made.load(tmp_path / "saved")
+        assert set(optimizer.step_counters(made.optimizer)) == {0.0}
+        _same(run_steps(made, 1), expected)
+
+
+def test_a_warm_start_leaves_no_trace_in_the_optimizer(models, tmp_path):
+    with trainer(config(), models["qwen3"], tmp_path / "a") as made:
+        first = made.supervised_step([[5, 6, 7, 8], [9, 10, 11]], [[0, 0, 1, 1], [0, 1, 1]], 2e-3)
+        for _ in range(20):
+            last = made.supervised_step([[5, 6, 7, 8], [9, 10, 11]], [[0, 0, 1, 1], [0, 1, 1]], 2e-3)
+        assert last < first / 2
+        s = samples()
+        made.step(s, group_advantages(s.rewards, 4), 0)
+        assert set(optimizer.step_counters(made.optimizer)) == {1.0}
