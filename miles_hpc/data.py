@@ -123,9 +123,9 @@ def tokenizer_of(model_folder: Path) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from miles_hpc.rollout import shim
+    from miles_hpc import device
 
-    shim.define_torchvision_operators()
+    device.define_torchvision_operators()
     try:
         return AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

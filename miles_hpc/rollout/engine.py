@@ -66,7 +66,7 @@ class EngineHost:
         ours, theirs = Pipe()
         with theirs, self._output() as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "miles_hpc.rollout.sglang", str(theirs.fileno())],
+                [sys.executable, "-m", "miles_hpc.rollout.sglang", str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 env=environment(dict(os.environ)),
                 stdin=subprocess.DEVNULL,

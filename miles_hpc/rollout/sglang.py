@@ -1,4 +1,4 @@
-"""The engine's host process: `python -m miles_hpc.rollout.sglang FD`, a child of a rollout rank (see `engine.EngineHost`).
+"""An engine's host process (`python -m miles_hpc.rollout.sglang FD PARENT`), a child of a rollout rank (`engine.EngineHost`).
 
 SGLang kills its whole process tree when its scheduler dies, so it lives apart from the MPI rank. This process never imports
 mpi4py, ignores USR1 and USR2 (sent to every process of a Slurm step), dies with the rank, and streams finished answers back.
@@ -14,13 +14,17 @@ import signal
 import sys
 import traceback
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from miles_hpc.rollout import shim
 from miles_hpc.rollout.arguments import EngineArguments, server_arguments
 from miles_hpc.rollout.request import Output, Request, sampling_seed
 
+MODELS = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+"""SGLang's modules of the supported architectures, and those they build on."""
 IDLE_SECONDS = 30.0
 """How long the cache flush may wait for the scheduler to notice that nothing is running."""
 
@@ -30,8 +34,7 @@ shim.install()
 
 def main() -> None:
     """Start the engine, say so, serve until told to stop or until the rank is gone."""
-    parent = os.getppid()
-    _die_with_parent(parent)
+    _die_with_parent(int(sys.argv[2]))
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # inherited by SGLang's children
     connection = Connection(int(sys.argv[1]))
@@ -50,7 +53,7 @@ def main() -> None:
 def _die_with_parent(parent: int) -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the rank ended before the call
         os._exit(0)
 
 
@@ -62,9 +65,26 @@ def _start(arguments: EngineArguments) -> Any:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     if "miles_hpc.rollout.plugin:register" not in {point.value for point in entry_points(group="sglang.srt.plugins")}:
         raise RuntimeError("the SGLang plugin of miles_hpc has no entry point here: install the package with pip")
-    import sglang
+    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(_other_models())
+    from sglang.srt.entrypoints.engine import Engine
 
-    return sglang.Engine(**server_arguments(arguments, cuda))
+    class TokenEngine(Engine):
+        """Without the detokenizer process: token ids go straight to this process (`skip_tokenizer_init`)."""
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
+            return [], []
+
+    return TokenEngine(**server_arguments(arguments, cuda))
+
+
+def _other_models() -> list[str]:
+    """SGLang's model modules except ours: the scheduler would import all of them, for seconds and with warnings."""
+    spec = find_spec("sglang")
+    if not spec or not spec.submodule_search_locations:
+        raise RuntimeError("sglang is not installed: make install")
+    models = Path(spec.submodule_search_locations[0], "srt", "models")
+    return sorted(file.stem for file in models.glob("*.py") if file.stem not in MODELS)
 
 
 class Host:

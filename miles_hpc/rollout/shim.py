@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from miles_hpc.device import define_torchvision_operators
+
 _UNSUPPORTED = (
     "copy_all_layer_kv_cache_cpu",
     "rotate_input_ids_cpu",
@@ -21,7 +23,6 @@ _UNSUPPORTED = (
     "build_tree_kernel_efficient_cpu",
     "verify_tree_greedy_cpu",
 )
-_libraries: list[torch.library.Library] = []
 
 
 def install() -> None:
@@ -32,19 +33,6 @@ def install() -> None:
         return
     sys.modules["sgl_kernel"] = _module()
     define_torchvision_operators()
-
-
-def define_torchvision_operators() -> None:
-    """Let torchvision be imported beside a CPU build of torch; transformers imports it for some configurations (Llama).
-
-    PyPI's torchvision is a CUDA build: importing it needs operator schemas that live in its own CUDA library.
-    """
-    if torch.version.cuda is not None or _libraries:
-        return
-    library = torch.library.Library("torchvision", "DEF")
-    for operator in ("nms", "qnms"):
-        library.define(operator + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _libraries.append(library)
 
 
 def _module() -> types.ModuleType:

@@ -1,0 +1,105 @@
+"""What a user can get wrong is found before any rank starts, with a verdict and without a traceback."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_hpc import config, prepare
+from miles_hpc.config import Config
+from miles_hpc.errors import EdgeError, ModelError
+from miles_hpc.examples import arithmetic
+from miles_hpc.paths import RunPaths
+
+HERE = "miles_hpc.examples.arithmetic:"
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    arithmetic.model(folder, seed=0)
+    return folder
+
+
+def run(tmp_path: Path, **sections: dict[str, Any]) -> Config:
+    defaults: dict[str, dict[str, Any]] = {
+        "run": {"name": "t", "steps": 1, "edges_folder": str(tmp_path)},
+        "model": {"source": HERE + "model", "context_length": 64},
+        "data": {"prompts": HERE + "prompts"},
+        "rollout": {"prompts_per_step": 1, "samples_per_prompt": 1, "max_new_tokens": 24, "reward": HERE + "reward"},
+        "train": {"lr": 0.1},
+    }
+    return Config.model_validate(
+        {key: value | sections.get(key, {}) for key, value in defaults.items()}
+        | {key: value for key, value in sections.items() if key not in defaults}
+    )
+
+
+def command(folder: Path, attempt: int = 1) -> subprocess.CompletedProcess[str]:
+    arguments = [sys.executable, "-m", "miles_hpc.prepare", "--run", str(folder), "--attempt", str(attempt)]
+    return subprocess.run(arguments, capture_output=True, text=True, check=False)
+
+
+def test_a_good_run_gets_its_model_once(tmp_path: Path) -> None:
+    paths, good = RunPaths(tmp_path / "a run"), run(tmp_path, warm_start={"data": HERE + "demonstrations", "steps": 1})
+    prepare.prepare(good, paths)
+    made = (paths.model / "model.safetensors").stat()
+    prepare.prepare(good, paths)
+    assert (paths.model / "model.safetensors").stat().st_mtime_ns == made.st_mtime_ns
+    assert [path.name for path in paths.folder.iterdir()] == ["model"]
+
+
+def test_a_user_error_ends_with_a_verdict_and_no_traceback(tmp_path: Path, model_folder: Path) -> None:
+    folder = tmp_path / "run with spaces"
+    folder.mkdir()
+    (tmp_path / "mine.py").write_text("def reward(prompt, answer):\n    return 1.0\n")
+    bad = run(tmp_path, model={"source": "", "path": str(model_folder)}, rollout={"reward": "mine:reward"})
+    (folder / "config.toml").write_text(config.dump(bad))
+    result = command(folder)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "mine:reward" in result.stderr and "mine.py:1" in result.stderr
+    verdict = json.loads((folder / "attempts" / "001" / "verdict.json").read_text())
+    assert (verdict["kind"], verdict["phase"], verdict["exit_code"]) == ("user_error", "prepare", 2)
+    assert "mine:reward" in verdict["error"]
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("def make(folder, seed):\n    raise OSError('disk full')\n", "OSError: disk full"),
+        ("def make(folder, seed):\n    (folder / 'x').write_text('x')\n", "wrote no config.json"),
+    ],
+)
+def test_a_model_source_that_fails_leaves_nothing(tmp_path: Path, text: str, what: str) -> None:
+    name = f"make_{abs(hash(text))}"
+    (tmp_path / f"{name}.py").write_text(text)
+    paths = RunPaths(tmp_path / "run")
+    with pytest.raises(EdgeError, match=what):
+        prepare.make_model(run(tmp_path, model={"source": f"{name}:make"}), paths.model)
+    assert list(paths.folder.iterdir()) == []
+
+
+def test_bad_models(tmp_path: Path, model_folder: Path) -> None:
+    with pytest.raises(ModelError, match="no such model folder"):
+        prepare.make_model(run(tmp_path, model={"source": "", "path": str(tmp_path / "none")}), tmp_path / "none")
+    with pytest.raises(ModelError, match="context_length = 1024, but the model has 512 positions"):
+        prepare.check_model(model_folder, 1024)
+    facts = json.loads((model_folder / "config.json").read_text())
+    for change, what in (({"architectures": ["BertModel"]}, "BertModel is not supported"), ({}, r"no \*.safetensors")):
+        (tmp_path / "config.json").write_text(json.dumps(facts | change))
+        with pytest.raises(ModelError, match=what):
+            prepare.check_model(tmp_path, 64)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="cannot be read"):
+        prepare.check_model(tmp_path, 64)
+
+
+@pytest.mark.parametrize("returned", ["3", "[('a',)]", "[('a', 1)]", "[]"])
+def test_bad_demonstrations(tmp_path: Path, returned: str) -> None:
+    name = f"teach_{abs(hash(returned))}"
+    (tmp_path / f"{name}.py").write_text(f"def show(seed, count):\n    return {returned}\n")
+    with pytest.raises(EdgeError, match=r"warm_start.data must return"):
+        prepare.check_demonstrations(run(tmp_path, warm_start={"data": f"{name}:show", "steps": 1}))
