@@ -89,9 +89,13 @@ class Cluster:
         self._check()
         packages.fetch(self.home)
         self._configure(settings)
-        for daemon in self._daemons(settings):
-            daemon.start(self._environment())
-        self._wait_ready(settings)
+        try:
+            for daemon in self._daemons(settings):
+                daemon.start(self._environment())
+            self._wait_ready(settings)
+        except SiteError:
+            self.down()
+            raise
         return True
 
     def down(self, purge: bool = False) -> bool:

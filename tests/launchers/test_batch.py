@@ -1,0 +1,113 @@
+"""`begin` and `end` as the batch script calls them, outside Slurm."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from miles_hpc import config as configuration
+from miles_hpc import verdicts
+from miles_hpc.launchers import batch, verdict
+from miles_hpc.paths import RunPaths
+
+
+@pytest.fixture
+def paths(tmp_path: Path, launch_config, no_slurm) -> RunPaths:
+    """A submitted run before its first attempt."""
+    found = RunPaths(tmp_path / "run")
+    found.folder.mkdir()
+    found.config.write_text(configuration.dump(launch_config))
+    found.job.write_text(json.dumps({"scheduler": "slurm", "first_attempt": 1}))
+    found.job_log.touch()
+    return found
+
+
+def end(paths: RunPaths, attempt: int, code: int = 143, signal: str = "none", **written) -> str:
+    paths.launcher_log(attempt).touch()
+    if written:
+        verdicts.write(paths, attempt, **written)
+    return batch.end(paths.folder, attempt, code, signal)
+
+
+def test_attempts_are_counted_and_named_as_their_folders(paths):
+    assert batch.begin(paths.folder) == "001"
+    assert end(paths, 1, kind="rank_died") == "restart"
+    assert batch.begin(paths.folder) == "002"
+    assert end(paths, 2, code=0, kind="done") == "done"
+    assert paths.attempt_numbers() == [1, 2]
+
+
+def test_the_verdict_of_a_rank_stands(paths):
+    batch.begin(paths.folder)
+    assert end(paths, 1, kind="user_error", error="no such column") == "stop"
+    assert verdict.newest(paths).error == "no such column"
+
+
+def test_without_a_verdict_one_is_written(paths):
+    batch.begin(paths.folder)
+    assert end(paths, 1, code=137) == "restart"
+    assert verdict.newest(paths).kind == "rank_died"
+    assert f"miles-submit logs {paths.folder}" in verdict.newest(paths).next
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "action"),
+    [
+        ("", "preempted", "stop"),
+        (" DUE TO TIME LIMIT", "time_limit", "requeue"),
+        (" DUE TO PREEMPTION", "preempted", "requeue"),
+    ],
+)
+def test_a_job_that_slurm_ends(paths, reason, kind, action):
+    # of an earlier attempt; must not count again
+    paths.job_log.write_text("slurmstepd-t0: error: *** JOB 3 ON t0 CANCELLED AT 2026-01-01T00:00:00 DUE TO JOB REQUEUE ***\n")
+    batch.begin(paths.folder)
+    with paths.job_log.open("a") as log:
+        log.write(f"slurmstepd-t0: error: *** JOB 3 ON t0 CANCELLED AT 2026-01-01T00:00:01{reason} ***\n")
+    assert end(paths, 1, signal="TERM") == action
+    assert verdict.newest(paths).kind == kind
+
+
+def test_term_without_a_word_from_slurm_never_requeues(paths):
+    batch.begin(paths.folder)
+    assert end(paths, 1, signal="TERM", kind="preempted") == "stop"
+
+
+def test_an_attempt_whose_batch_script_vanished_counts_as_a_node_failure(paths):
+    batch.begin(paths.folder)
+    assert batch.begin(paths.folder) == "002"
+    assert verdict.read(paths, 1).kind == "node_failure"
+
+
+def test_no_fourth_attempt_without_progress(paths, capsys):
+    for number in (1, 2, 3):
+        assert batch.begin(paths.folder) == f"{number:03d}"
+    assert batch.begin(paths.folder) is None
+    assert "node_failure" in capsys.readouterr().err
+
+
+def test_checkpoints_are_progress(paths):
+    for number in range(1, 7):
+        assert batch.begin(paths.folder) == f"{number:03d}"
+        paths.checkpoint(number).mkdir(parents=True)
+        (paths.checkpoints / ".step-000099.tmp").mkdir(exist_ok=True)
+    assert batch.newest_checkpoint(paths) == 6
+
+
+def test_a_resume_starts_counting_anew(paths):
+    for number in (1, 2, 3):
+        batch.begin(paths.folder)
+        end(paths, number, kind="rank_died")
+    assert batch.begin(paths.folder) is None
+    paths.job.write_text(json.dumps({"scheduler": "slurm", "first_attempt": 4}))
+    assert batch.begin(paths.folder) == "004"
+    assert end(paths, 4, kind="rank_died") == "restart"
+
+
+def test_the_command_line_prints_what_the_script_reads(paths, capsys):
+    assert batch.main(["begin", str(paths.folder)]) == 0
+    assert capsys.readouterr().out == "001\n"
+    assert batch.main(["end", str(paths.folder), "001", "2", "none"]) == 0
+    assert capsys.readouterr().out == "stop\n"
+    assert batch.main(["begin", str(paths.folder)]) == 1
+    assert batch.main([]) == 2
