@@ -1,13 +1,15 @@
 """Sample shards on the shared filesystem: written whole under a temporary name, fsynced, renamed.
 
-A shard that has its final name is complete. Readers open only final names, announced over MPI; a folder is listed only at a
-restart. HDF5's own file locks are off, since Lustre and NFS mounts often refuse them.
+A shard that has its final name is complete, and its checksum is verified at every reading. Readers open only final names,
+announced over MPI; a folder is listed only at a restart. HDF5's own file locks are off, since Lustre and NFS mounts often
+refuse them.
 """
 
 import os
 import re
 import time
 import uuid
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,6 +22,9 @@ from miles_hpc.samples.schema import ARRAYS, PER_SAMPLE, PER_TOKEN, TEXT, Sample
 
 # A rename announced over MPI may reach a network filesystem's client later than the message (ENOENT, ESTALE).
 VISIBLE_SECONDS = 30.0
+
+# What h5py raises for a file whose structure is broken, besides OSError.
+DAMAGE = (KeyError, ValueError, RuntimeError, IndexError, TypeError, AttributeError, OverflowError, MemoryError)
 
 
 def write(paths: RunPaths, step: int, rank: int, attempt: int, samples: Samples) -> Path:
@@ -77,7 +82,7 @@ def read(shard: Path, deadline: float = VISIBLE_SECONDS) -> Samples:
             if time.monotonic() >= end or not _passing(error):
                 raise SampleError(f"shard cannot be read: {error}", where=str(shard)) from error
             time.sleep(0.05)
-        except (KeyError, ValueError) as error:
+        except DAMAGE as error:
             raise SampleError(f"shard is damaged: {error}", where=str(shard)) from error
 
 
@@ -98,19 +103,31 @@ def _commit(
     final: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[str, list[str]], attributes: Mapping[str, int]
 ) -> None:
     temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
+    image = _image(arrays, {name: [_storable(text) for text in values] for name, values in texts.items()}, attributes)
     try:
-        with h5py.File(temporary, "x", locking=False) as file:
-            file.attrs.update(attributes)
-            for name, values in arrays.items():
-                file.create_dataset(name, data=values)
-            for name, values in texts.items():
-                file.create_dataset(name, data=values, dtype=h5py.string_dtype())
-        _fsync(temporary)
+        with temporary.open("xb", buffering=0) as file:
+            rest = memoryview(image)
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
         temporary.rename(final)
         _fsync(final.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise _refused(error, final) from error
+
+
+def _image(arrays: Mapping[str, np.ndarray], texts: Mapping[str, list[str]], attributes: Mapping[str, int]) -> bytes:
+    """The bytes of the HDF5 file. Made in memory: HDF5 writes in small pieces and cannot close a file on a full disk."""
+    block = (1 << 16) + sum(values.nbytes for values in arrays.values())
+    with h5py.File(uuid.uuid4().hex, "w", driver="core", backing_store=False, block_size=block) as file:
+        file.attrs.update({**attributes, "crc32": _checksum(arrays, texts)})
+        for name, values in arrays.items():
+            file.create_dataset(name, data=values)
+        for name, strings in texts.items():
+            file.create_dataset(name, data=strings, dtype=h5py.string_dtype())
+        file.flush()
+        return file.id.get_file_image()
 
 
 def _refused(error: OSError, where: Path) -> SampleError:
@@ -130,10 +147,27 @@ def _load(shard: Path) -> Samples:
     with h5py.File(shard, "r", locking=False) as file:
         arrays = {name: file[name][()] for name in ARRAYS}
         texts = {name: [text.decode() for text in file[name][()]] for name in TEXT}
-        parts = {name.removeprefix("reward_"): file[name][()] for name in file if name.startswith("reward_")}
-    samples = Samples(**arrays, **texts, reward_parts=parts)
+        parts = {name: file[name][()] for name in file if name.startswith("reward_")}
+        if file.attrs["crc32"] != _checksum(arrays | parts, texts):
+            raise ValueError("its content does not have the checksum it was written with")
+    samples = Samples(**arrays, **texts, reward_parts={name.removeprefix("reward_"): part for name, part in parts.items()})
     _check(samples)
     return samples
+
+
+def _checksum(arrays: Mapping[str, np.ndarray], texts: Mapping[str, list[str]]) -> int:
+    """CRC-32 over all names and values: HDF5 itself would hand out a flipped bit without a word."""
+    found = 0
+    for name in sorted(arrays):
+        found = zlib.crc32(np.ascontiguousarray(arrays[name]).view(np.uint8), zlib.crc32(name.encode(), found))
+    for name in sorted(texts):
+        found = zlib.crc32("\0".join(texts[name]).encode(), found)
+    return found
+
+
+def _storable(text: str) -> str:
+    """`text` without what an HDF5 string cannot hold: NUL becomes U+FFFD, half a surrogate pair `?`."""
+    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
 
 
 def _check(samples: Samples) -> None:

@@ -1,0 +1,175 @@
+"""What a user may write, and what the answer is to anything else."""
+
+from pathlib import Path
+
+import pytest
+
+from miles_hpc import config
+from miles_hpc.errors import ConfigError
+
+MINIMAL = """
+run = { name = "sums", steps = 4 }
+model = { path = "model" }
+data = { prompts = "train.jsonl" }
+rollout = { prompts_per_step = 8, samples_per_prompt = 4, max_new_tokens = 16, reward = "rewards:exact" }
+train = { lr = 1e-6 }
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text(MINIMAL, encoding="utf-8")
+    return path
+
+
+def refused(file: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        config.load(file, overrides)
+    assert raised.value.exit_code == 2
+    return str(raised.value)
+
+
+def test_minimal(file):
+    found = config.load(file)
+    assert found.samples_per_step == 32 and found.engines == 1 and found.data_parallel == 1
+    assert found.model.path == str(file.parent / "model") and found.data.prompts == str(file.parent / "train.jsonl")
+
+
+def test_written_and_read_again(file, tmp_path):
+    found = config.load(file, ["warm_start.data=m:f", "warm_start.steps=3", 'slurm.setup=["module load x"]'])
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(config.dump(found), encoding="utf-8")
+    assert config.read(resolved) == found
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.leaning_rate=1", "train.leaning_rate: unknown key; did you mean"),
+        ("train.lrr=1", "train.lrr: unknown key; did you mean train.lr"),
+        ("rollout.prompt_per_step=8", "did you mean rollout.prompts_per_step"),
+        ("slurm.train.gpu_per_node=1", "did you mean slurm.train.gpus_per_node"),
+        ("warm_start.stepz=1", "did you mean warm_start.steps"),
+        ("trian.lr=1", "trian: unknown key; did you mean train"),
+    ],
+)
+def test_unknown_key_names_the_nearest(file, override, expected):
+    assert expected in refused(file, override)
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("run.steps=many", "run.steps"),
+        ("run.steps=2.5", "run.steps"),
+        ("run.steps=0", "run.steps"),
+        ('rollout.prompts_per_step="8"', "rollout.prompts_per_step"),
+        ("train.lr=-1.0", "train.lr"),
+        ("train.beta1=1.0", "train.beta1"),
+        ("data.chat=1", "data.chat"),
+        ("run.name=a/b", "run.name"),
+        ("run.numerics=fast", "run.numerics"),
+        ("rollout.reward=no-edge", "rollout.reward"),
+        ("rollout.staleness=2", "rollout.staleness"),
+        ("slurm.train=3", "slurm.train"),
+    ],
+)
+def test_wrong_type_or_value_names_the_key(file, override, key):
+    message = refused(file, override)
+    assert key in message and str(file) in message
+
+
+def test_missing_key(file):
+    file.write_text(MINIMAL.replace("steps = 4", "seed = 1"), encoding="utf-8")
+    assert "run.steps: missing" in refused(file)
+
+
+def test_neither_path_nor_source(file):
+    file.write_text(MINIMAL.replace('path = "model"', ""), encoding="utf-8")
+    assert "one of model.path and model.source is needed" in refused(file)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ("train.mini_batches=3", "8 prompts x 4 samples = 32 per step, not divisible by 1 data-parallel ranks"),
+        ("train.mini_batches=3", "x 3 mini-batches = 3; 30 or 33 samples per step would fit"),
+        ("slurm.train.ranks_per_node=3 train.tensor_parallel=2", "3 ranks, not divisible by train.tensor_parallel = 2; 1, 3"),
+        ("slurm.train.ranks_per_node=4 train.expert_parallel=3", "train.expert_parallel = 3; 1, 2, 4 would fit"),
+        ("slurm.rollout.nodes=9", "leaves some of 9 engines idle; use at least 9 prompts"),
+        ("rollout.max_new_tokens=1024", "leaves no room for a prompt in model.context_length = 1024"),
+        ("slurm.rollout.gpus_per_node=3 rollout.tensor_parallel=2", "slurm.rollout.gpus_per_node = 3 is not divisible by 1"),
+    ],
+)
+def test_numbers_that_do_not_fit_say_what_would(file, overrides, expected):
+    assert expected in refused(file, *overrides.split())
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("train.lr=2e-5", 2e-5),
+        ("train.lr = 2e-5", 2e-5),
+        ("train.lr=0", 0.0),
+    ],
+)
+def test_set_numbers(file, text, value):
+    assert config.load(file, [text]).train.lr == value
+
+
+def test_set_strings_lists_and_new_sections(file):
+    texts = ["run.name=other", 'slurm.account="a b"', 'slurm.train.extra=["--mem=0"]', "eval.every_steps=2", "data.chat=true"]
+    found = config.load(file, texts)
+    assert found.run.name == "other" and found.slurm.account == "a b" and found.slurm.train.extra == ["--mem=0"]
+    assert found.eval.every_steps == 2 and found.data.chat is True
+
+
+def test_the_last_set_wins(file):
+    assert config.load(file, ["run.steps=5", "run.steps=6"]).run.steps == 6
+
+
+@pytest.mark.parametrize("text", ["train.lr", "lr=1", "=1", "train.=1", ".lr=1", ""])
+def test_set_of_another_form(file, text):
+    assert "is not section.key=value" in refused(file, text)
+
+
+def test_set_below_a_value(file):
+    assert "lr is a value, not a section" in refused(file, "train.lr.peak=1")
+
+
+def test_files_that_cannot_be_read(tmp_path, file):
+    assert "no such file" in refused(tmp_path / "absent.toml")
+    assert "cannot be read" in refused(tmp_path)
+    file.write_bytes(MINIMAL.encode() + b"# caf\xe9\n")
+    assert "not UTF-8 (byte" in refused(file)
+    file.write_text("run = {", encoding="utf-8")
+    assert "not valid TOML" in refused(file)
+    file.write_text("", encoding="utf-8")
+    assert "run: missing" in refused(file)
+
+
+def test_a_path_with_spaces(tmp_path):
+    folder = tmp_path / "with a space"
+    folder.mkdir()
+    (folder / "job.toml").write_text(MINIMAL, encoding="utf-8")
+    assert config.load(folder / "job.toml").data.prompts == str(folder / "train.jsonl")
+
+
+def test_every_field_has_a_meaning():
+    for section in (config.Run, config.Model, config.Data, config.Rollout, config.Train, config.WarmStart, config.Eval,
+                    config.Checkpoint, config.Component, config.Slurm):  # fmt: skip
+        for name, field in section.model_fields.items():
+            if name not in ("train", "rollout"):
+                assert field.description, f"{section.__name__}.{name}"
+
+
+def test_frozen(file):
+    with pytest.raises(ValueError, match="frozen"):
+        config.load(file).train.lr = 1.0
+
+
+@pytest.mark.parametrize("text", ["run = 1", "run = []", "train = [[1], 2]", 'x = "y"', "[run.name]\na = 1"])
+def test_toml_of_another_shape(file, text):
+    file.write_text(text, encoding="utf-8")
+    assert str(file) in refused(file)

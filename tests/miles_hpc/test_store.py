@@ -1,0 +1,245 @@
+"""Shards: whole or absent, whatever happens to the writer, the disk or the file."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles_hpc.errors import SampleError
+from miles_hpc.paths import RunPaths
+from miles_hpc.samples import store
+from miles_hpc.samples.schema import PER_SAMPLE, PER_TOKEN, Samples
+
+LENGTHS = st.lists(st.integers(1, 6), max_size=6)
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=8)
+
+
+def test_texts_that_are_not_utf8_or_hold_nul(tmp_path):
+    """A policy may say anything, a JSON label may hold half a surrogate pair: both are kept as U+FFFD and `?`."""
+    found = store.read(store.write(RunPaths(tmp_path), 0, 1, 1, make([2], texts=["a\0b \ud800 c"])))
+    assert found.answers == ["a\ufffdb ? c"]
+
+
+def make(lengths: list[int], seed: int = 0, texts: list[str] | None = None) -> Samples:
+    """Samples of `lengths` tokens with random content."""
+    rng, n, total = np.random.default_rng(seed), len(lengths), sum(lengths)
+    texts = texts or [f"text {i}" for i in range(n)]
+    numbers = {name: rng.integers(0, 200, n).astype(kind) for name, kind in PER_SAMPLE.items()}
+    numbers |= {name: rng.integers(0, 2, total).astype(kind) for name, kind in PER_TOKEN.items()}
+    numbers["rollout_log_probs"] = rng.normal(size=total).astype(np.float32)
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    parts = {"form": rng.normal(size=n).astype(np.float32)}
+    return Samples(**numbers, offsets=offsets, prompts=texts, answers=texts[::-1], labels=texts, reward_parts=parts)
+
+
+def same(a: Samples, b: Samples) -> bool:
+    """Equal to the bit, types included."""
+    for field in fields(Samples):
+        x, y = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(x, np.ndarray):
+            if x.dtype != y.dtype or x.tobytes() != y.tobytes():
+                return False
+        elif field.name == "reward_parts":
+            if {k: v.tobytes() for k, v in x.items()} != {k: v.tobytes() for k, v in y.items()}:
+                return False
+        elif x != y:
+            return False
+    return True
+
+
+@given(LENGTHS, st.integers(0, 1000), st.data())
+def test_round_trip(tmp_path_factory, lengths, seed, data):
+    texts = data.draw(st.lists(TEXT, min_size=len(lengths), max_size=len(lengths)))
+    paths = RunPaths(tmp_path_factory.mktemp("run"))
+    samples = make(lengths, seed, texts)
+    assert same(store.read(store.write(paths, 3, 1, 1, samples)), samples)
+
+
+@given(st.lists(LENGTHS, max_size=4), st.integers(0, 1000))
+def test_concat_take_and_sort(parts, seed):
+    whole = Samples.concat([make(lengths, seed + i) for i, lengths in enumerate(parts)])
+    assert whole.lengths.tolist() == [length for lengths in parts for length in lengths]
+    ordered = whole.sorted()
+    assert sorted(zip(whole.prompt_ids, whole.sample_index, strict=True)) == list(
+        zip(ordered.prompt_ids, ordered.sample_index, strict=True)
+    )
+    shuffled = np.random.default_rng(seed).permutation(len(whole))
+    assert same(whole.take(shuffled).take(np.argsort(shuffled)), whole)
+    assert whole.answer_lengths.tolist() == [
+        whole.loss_mask[a:b].sum() for a, b in zip(whole.offsets, whole.offsets[1:], strict=False)
+    ]
+
+
+def test_names_count_up_and_attributes(tmp_path):
+    paths = RunPaths(tmp_path)
+    written = [store.write(paths, 3, 1, attempt, make([2, 3])) for attempt in (1, 1, 2)]
+    assert written == [paths.rollout_shard(3, 1, i) for i in range(3)] == store.on_disk(paths, 3)
+    with h5py.File(written[2], locking=False) as file:
+        assert dict(file.attrs) | {"crc32": 0} == {"step": 3, "rank": 1, "attempt": 2, "crc32": 0}
+
+
+def test_train_shard(tmp_path):
+    paths, samples = RunPaths(tmp_path), make([2, 3])
+    file = store.write_train(paths, 0, 2, samples, np.arange(5.0), np.array([0.5, -0.5]))
+    with h5py.File(file, locking=False) as found:
+        assert found["train_log_probs"].dtype == found["advantages"].dtype == np.float32
+        assert found["train_log_probs"][()].tolist() == [0, 1, 2, 3, 4] and found["advantages"][()].tolist() == [0.5, -0.5]
+        assert (found["rollout_log_probs"][()] == samples.rollout_log_probs).all()
+    assert store.on_disk(paths, 0) == []
+
+
+def python(code: str, **options) -> subprocess.Popen:
+    """A Python process with `make` and a run's paths at hand."""
+    head = f"""
+        import importlib.util, sys
+        from pathlib import Path
+        spec = importlib.util.spec_from_file_location("shards", {str(Path(__file__))!r})
+        shards = importlib.util.module_from_spec(spec); spec.loader.exec_module(shards)
+        paths, store = shards.RunPaths(Path(sys.argv[1])), shards.store
+    """
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(code), *options.pop("arguments")],
+                            text=True, **options)  # fmt: skip
+
+
+def test_killed_before_the_rename_leaves_no_final_name(tmp_path):
+    code = """
+        import os, signal
+        os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
+        store.write(paths, 0, 1, 1, shards.make([3, 4]))
+    """
+    assert python(code, arguments=[str(tmp_path)]).wait(60) == -signal.SIGKILL
+    left = list(RunPaths(tmp_path).step_samples(0).iterdir())
+    assert len(left) == 1 and left[0].name.endswith(".tmp")
+    assert store.on_disk(RunPaths(tmp_path), 0) == []
+
+
+def test_killed_at_any_time_leaves_only_whole_shards(tmp_path):
+    code = """
+        print("ready", flush=True)
+        while True:
+            store.write(paths, 0, 1, 1, shards.make([50] * 200))
+    """
+    writer = python(code, arguments=[str(tmp_path)], stdout=subprocess.PIPE)
+    writer.stdout.readline()
+    paths = RunPaths(tmp_path)
+    while len(store.on_disk(paths, 0)) < 5:
+        assert writer.poll() is None
+    writer.kill()
+    writer.wait()
+    for shard in store.on_disk(paths, 0):
+        assert same(store.read(shard, deadline=0), make([50] * 200))
+
+
+def test_no_space_is_said_and_leaves_nothing(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    paths = RunPaths(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(SampleError) as raised:
+            store.write(paths, 0, 1, 1, make([5000] * 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert "rollout-0001-000.h5" in raised.value.where and "quota" in raised.value.next_step
+    assert list(paths.step_samples(0).iterdir()) == []
+    assert same(store.read(store.write(paths, 0, 1, 1, make([5]))), make([5]))
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_read_only_folder(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(SampleError, match="cannot be written"):
+        store.write(RunPaths(tmp_path), 0, 1, 1, make([2]))
+
+
+def test_a_file_where_a_folder_should_be(tmp_path):
+    (tmp_path / "samples").write_text("")
+    with pytest.raises(SampleError, match="cannot be written"):
+        store.write(RunPaths(tmp_path), 0, 1, 1, make([2]))
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 0.5, 0.9])
+def test_truncated_shard(tmp_path, keep):
+    shard = store.write(RunPaths(tmp_path), 0, 1, 1, make([30, 40]))
+    data = shard.read_bytes()
+    shard.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+    with pytest.raises(SampleError) as raised:
+        store.read(shard, deadline=0)
+    assert raised.value.where == str(shard)
+
+
+def test_any_flipped_bit_is_harmless_or_named(tmp_path):
+    """Structure, sizes and payload: a flipped bit is harmless or gives a SampleError that names the file."""
+    samples = make([3, 4])
+    shard = store.write(RunPaths(tmp_path), 0, 1, 1, samples)
+    data = shard.read_bytes()
+    rng = np.random.default_rng(0)
+    silent = []
+    for position in rng.choice(len(data), 300, replace=False):
+        bad = bytearray(data)
+        bad[position] ^= 1 << int(rng.integers(8))
+        shard.write_bytes(bad)
+        try:
+            if not same(store.read(shard, deadline=0), samples):
+                silent.append(int(position))
+        except SampleError as error:
+            assert error.where == str(shard)
+    assert silent == []
+
+
+def test_arrays_that_do_not_fit(tmp_path):
+    shard = store.write(RunPaths(tmp_path), 0, 1, 1, make([3, 4]))
+    with h5py.File(shard, "r+", locking=False) as file:
+        del file["rewards"]
+        file["rewards"] = np.zeros(3, np.float32)
+    with pytest.raises(SampleError, match="damaged"):
+        store.read(shard, deadline=0)
+    with h5py.File(shard, "r+", locking=False) as file:
+        del file["rewards"]
+    with pytest.raises(SampleError, match="damaged"):
+        store.read(shard, deadline=0)
+
+
+def test_waits_for_a_late_file_but_not_for_ever(tmp_path):
+    paths = RunPaths(tmp_path)
+    shard = store.write(paths, 0, 1, 1, make([3]))
+    hidden = shard.rename(shard.with_suffix(".hidden"))
+    with pytest.raises(SampleError, match="cannot be read"):
+        store.read(shard, deadline=0.1)
+    shower = threading.Timer(0.3, hidden.rename, [shard])
+    shower.start()
+    assert same(store.read(shard, deadline=30), make([3]))
+    shower.join()
+
+
+def test_concurrent_writers_of_many_ranks(tmp_path):
+    paths = RunPaths(tmp_path)
+
+    def write(rank: int) -> list[Path]:
+        return [store.write(paths, 0, rank, 1, make([rank + 1, 2], seed=i)) for i in range(5)]
+
+    with ThreadPoolExecutor(6) as pool:
+        written = [shard for shards in pool.map(write, range(6)) for shard in shards]
+    assert sorted(written) == store.on_disk(paths, 0) and len(written) == 30
+    assert all(same(store.read(paths.rollout_shard(0, r, i)), make([r + 1, 2], seed=i)) for r in range(6) for i in range(5))
+
+
+def test_damaged_shards_are_set_aside(tmp_path):
+    paths = RunPaths(tmp_path)
+    shard = store.write(paths, 0, 1, 1, make([3]))
+    aside = store.set_aside(shard)
+    assert aside.exists() and store.on_disk(paths, 0) == []
+    assert store.write(paths, 0, 1, 1, make([3])) == shard
