@@ -4,9 +4,9 @@ Real slurmctld and slurmds, as an ordinary user, everything below one folder (`.
 tests and a single GPU server; where a Slurm exists that one is used and this file is not.
 """
 
-import getpass
 import json
 import os
+import pwd
 import re
 import secrets
 import socket
@@ -168,7 +168,7 @@ class Cluster:
         template = Template((Path(miles_hpc.slurm.__file__).parent / "slurm.conf.in").read_text())
         return template.substitute(
             home=self.home,
-            user=getpass.getuser(),
+            user=_user(),
             auth=settings.auth,
             auth_info=f"socket={self.home}/run/munge.sock," if settings.auth == "munge" else "",
             plugins=packages.libraries(self.prefix) / "slurm-wlm",
@@ -226,10 +226,18 @@ class Cluster:
         raise next((d for d in daemons if not d.pid), daemons[-1]).failure()
 
     def _cancel_all(self) -> None:
-        self.say("scancel", "--quiet", f"--user={getpass.getuser()}")
+        self.say("scancel", "--quiet", f"--user={_user()}")
         deadline = time.monotonic() + 20
         while self.say("squeue", "--noheader") and time.monotonic() < deadline:
             time.sleep(0.05)
+
+
+def _user() -> str:
+    """Name of the user, not what LOGNAME says; the number where there is no name, as in some containers."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 def _free_ports(count: int) -> range:

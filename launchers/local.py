@@ -12,16 +12,7 @@ from miles_hpc.launchers.spec import JobSpec
 from miles_hpc.paths import RunPaths
 
 
-def mpiexec(spec: JobSpec, program: str = "") -> list[str]:
-    """The command that starts all ranks of a run on this machine."""
-    command = [program or find_mpiexec(spec.python), "-launcher", "fork", "-hosts", "localhost"]
-    for number, component in enumerate(spec.components):
-        rank = [str(script.RANK), component.role, str(spec.folder), str(spec.world_size), spec.python, *spec.main]
-        command += [*([":"] if number else []), "-n", str(component.ranks), *rank]
-    return command
-
-
-def find_mpiexec(python: str) -> str:
+def mpiexec(python: str) -> str:
     """mpiexec of the environment that the ranks run in, else the machine's.
 
     Raises:
@@ -43,7 +34,7 @@ def environment() -> dict[str, str]:
 def start(spec: JobSpec) -> int:
     """Write the script and start it in the background; its process id, which is also its session's."""
     paths = RunPaths(spec.folder)
-    paths.script.write_text(script.text(spec, mpiexec(spec)), encoding="utf-8")
+    paths.script.write_text(script.text(spec, mpiexec(spec.python)), encoding="utf-8")
     with paths.job_log.open("a") as log:
         process = subprocess.Popen(
             ["bash", str(paths.script)],

@@ -47,7 +47,7 @@ def site_of(config: Config) -> str:
 def job_text(job: JobSpec, without_slurm: bool) -> str:
     """The script, with the rank map it refers to."""
     if without_slurm:
-        return script.text(job, on_this_machine.mpiexec(job))
+        return script.text(job, on_this_machine.mpiexec(job.python))
     ranks = f"\n# ranks.conf:\n{script.rank_map(job)}" if job.single else ""
     return script.text(job) + ranks
 

@@ -1,7 +1,7 @@
 """The text of the batch script and of the rank-to-role map: pure functions of a JobSpec, no Slurm needed."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from string import Template
 
@@ -13,23 +13,34 @@ SLURM = Path(miles_hpc.slurm.__file__).parent
 RANK = SLURM / "rank.sh"
 
 
-def text(spec: JobSpec, mpiexec: Sequence[str] = ()) -> str:
-    """The whole batch script; with `mpiexec` (a command) the one for this machine, without Slurm."""
+def text(spec: JobSpec, mpiexec: str = "") -> str:
+    """The whole batch script; with `mpiexec` (a program) the one for this machine, without Slurm."""
     template = Template((SLURM / "job.sbatch").read_text(encoding="utf-8"))
     return template.substitute(
         name=spec.name,
         world=spec.world_size,
         layout=", ".join(f"{c.ranks} {c.role} on {c.nodes} node{'s' * (c.nodes > 1)}" for c in spec.components),
         directives="# Without Slurm: bash runs this file." if mpiexec else "\n".join(directives(spec)),
-        run=shlex.quote(str(spec.folder)),
-        python=shlex.quote(spec.python),
-        rank=shlex.quote(str(RANK)),
+        variables="\n".join(_variables(spec, mpiexec)),
         environment="\n".join(f"export {name}={shlex.quote(value)}" for name, value in spec.environment),
         site=spec.site,
         setup="\n".join(spec.setup) or ":",
-        launch=_mpiexec(mpiexec) if mpiexec else _srun_line(spec),
+        launch=_launch(spec, mpiexec),
         prepare=shlex.join(spec.prepare),
     )
+
+
+def _variables(spec: JobSpec, mpiexec: str) -> Iterator[str]:
+    yield f"RUN={shlex.quote(str(spec.folder))}"
+    yield f"PYTHON={shlex.quote(spec.python)}"
+    if mpiexec or spec.single is None:  # else the rank map names it
+        yield f"RANK={shlex.quote(str(RANK))}"
+
+
+def _launch(spec: JobSpec, mpiexec: str) -> str:
+    if mpiexec:
+        return _mpiexec(spec, mpiexec)
+    return _het_srun(spec) if spec.single is None else _homogeneous_srun(spec, spec.single)
 
 
 def directives(spec: JobSpec) -> Iterator[str]:
@@ -73,25 +84,27 @@ def _directive(key: str, value: object) -> str:
     return f"#SBATCH --{key}={shlex.quote(str(value))}"
 
 
-def _mpiexec(command: Sequence[str]) -> str:
-    """The command, one component a line."""
-    parts = " ".join(shlex.quote(word) for word in command).split(" : ")
-    return "    exec " + " : \\\n        ".join(parts)
-
-
-def _srun_line(spec: JobSpec) -> str:
-    return _het_srun(spec) if spec.single is None else _homogeneous_srun(spec, spec.single)
+def _mpiexec(spec: JobSpec, program: str) -> str:
+    """All ranks on this machine; `fork` also where an outer Slurm job would make mpiexec call srun."""
+    parts = [f"-n {c.ranks} {_rank(spec, c)}" for c in spec.components]
+    return f"    exec {shlex.quote(program)} -launcher fork -hosts localhost {_mpmd(parts)}"
 
 
 def _het_srun(spec: JobSpec) -> str:
     """One srun over both components; the role is an argument, since Slurm tells no task which component it is in."""
-    main = shlex.join(spec.main)
     parts = [
-        f"--het-group={number} --nodes={c.nodes} --ntasks={c.ranks} --cpus-per-task={c.cpus_per_rank} \\\n"
-        f'        "$RANK" {c.role} "$RUN" {spec.world_size} "$PYTHON" {main}'
+        f"--het-group={number} --nodes={c.nodes} --ntasks={c.ranks} --cpus-per-task={c.cpus_per_rank} {_rank(spec, c)}"
         for number, c in enumerate(spec.components)
     ]
-    return f"    exec {_srun(spec)} \\\n        " + " : \\\n        ".join(parts)
+    return f"    exec {_srun(spec)} {_mpmd(parts)}"
+
+
+def _mpmd(parts: list[str]) -> str:
+    return "\\\n        " + " : \\\n        ".join(parts)
+
+
+def _rank(spec: JobSpec, component: Component) -> str:
+    return f'"$RANK" {component.role} "$RUN" {spec.world_size} "$PYTHON" {shlex.join(spec.main)}'
 
 
 def _homogeneous_srun(spec: JobSpec, single: Component) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from miles_hpc.config import Config
 from miles_hpc.errors import UserError
-from miles_hpc.launchers import local, script, site, spec
+from miles_hpc.launchers import script, site, spec
 from miles_hpc.launchers.spec import JobSpec
 from miles_hpc.paths import RunPaths
 
@@ -50,7 +50,7 @@ def test_homogeneous(launch_config):
 
 
 def test_local(launch_config):
-    check("local.sh", script.text(job(launch_config), local.mpiexec(job(launch_config), "/opt/miles/bin/mpiexec")))
+    check("local.sh", script.text(job(launch_config), mpiexec="/opt/miles/bin/mpiexec"))
 
 
 @pytest.mark.parametrize("file", ["het.sbatch", "het-gpus.sbatch", "homogeneous.sbatch", "local.sh"])

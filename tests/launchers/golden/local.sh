@@ -29,8 +29,9 @@ trap : USR2
 
 # One step, one MPI world. A rank that dies takes the step with it, so that nobody waits for the dead.
 ranks() {
-    exec /opt/miles/bin/mpiexec -launcher fork -hosts localhost -n 4 /opt/miles/slurm/rank.sh train '/scratch/my runs/demo-000' 6 /opt/miles/bin/python -m miles_hpc.main : \
-        -n 2 /opt/miles/slurm/rank.sh rollout '/scratch/my runs/demo-000' 6 /opt/miles/bin/python -m miles_hpc.main
+    exec /opt/miles/bin/mpiexec -launcher fork -hosts localhost \
+        -n 4 "$RANK" train "$RUN" 6 "$PYTHON" -m miles_hpc.main : \
+        -n 2 "$RANK" rollout "$RUN" 6 "$PYTHON" -m miles_hpc.main
 }
 
 export MILES_ATTEMPT
