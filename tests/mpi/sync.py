@@ -1,0 +1,101 @@
+"""sync.py ROLE SIZE FOLDER MODE: weights from training ranks to engines that receive the real broadcasts.
+
+The engine's process is replaced at its border (`EngineHost.call`); it joins the weight group and holds tensors as SGLang does.
+"""
+
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+
+from miles_hpc.digest import digest
+from miles_hpc.errors import MilesError
+from miles_hpc.heartbeat import Heartbeat
+from miles_hpc.sync import GROUP, Fused, Receiver, Sender
+from miles_hpc.world import connect
+
+
+class Trainer:
+    def __init__(self, folder: Path, mode: str) -> None:
+        self.tensors, self.mode, self.version = load_file(folder / "model.safetensors"), mode, 0
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.tensors.items():
+            if self.mode == "missing" and name.endswith("norm.weight"):
+                continue
+            if self.mode == "reshaped" and name == "lm_head.weight":
+                tensor = tensor.T
+            yield name, tensor + self.version
+
+
+class Engine:
+    """Takes broadcasts into plain tensors; with mode `flipped` one element of one of them is lost."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode, self.held, self.group = mode, {}, None
+
+    def call(self, name: str, timeout: float, **fields: Any) -> Any:
+        return getattr(self, name)(**fields)
+
+    def init_weights_update_group(self, master_address, master_port, rank_offset, world_size, group_name, backend) -> None:
+        store = PrefixStore(group_name, dist.TCPStore(master_address, master_port, is_master=False))
+        limit = timedelta(seconds=60)
+        self.group, _ = _new_process_group_helper(
+            world_size, rank_offset, [], Backend(backend), store, group_name=GROUP, backend_options=None, timeout=limit
+        )
+        _world.pg_group_ranks[self.group] = {i: i for i in range(world_size)}
+
+    def update_weights_from_distributed(self, names, dtypes, shapes, group_name, load_format, flush_cache) -> None:
+        shapes = [torch.Size(shape) for shape in shapes]
+        kinds = [getattr(torch, kind) for kind in dtypes]
+        sizes = [shape.numel() * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
+        bucket = torch.empty(sum(sizes), dtype=torch.uint8)
+        dist.broadcast(bucket, src=0, group=self.group)
+        for name, kind, shape, part in zip(names, kinds, shapes, bucket.split(sizes), strict=True):
+            self.held[name] = part.view(kind).view(shape).clone()
+
+    def flush_cache(self) -> None:
+        pass
+
+    def checksum(self) -> list[dict[str, str]]:
+        if self.mode == "flipped":
+            self.held["model.layers.0.self_attn.k_proj.weight"].view(-1)[3] = 0
+        fused = Fused()
+        for name, tensor in self.held.items():
+            fused.add(name, tensor)
+        assert all(len(value) == len(digest(torch.zeros(1))) for value in fused.digests().values())
+        return [fused.digests()]
+
+
+def main() -> None:
+    role, size, folder, mode = sys.argv[1:]
+    world = connect(role, int(size), lambda: None)
+    heartbeat = Heartbeat(Path(folder) / f"beat-{world.rank}.json", role, world.rank, 1)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(f"{folder}/{role}-group"), rank=world.role_rank, world_size=world.role_size
+    )
+    try:
+        if role == "train":
+            trainer = Trainer(Path(folder), mode)
+            sender = Sender(world, trainer, Path(folder), heartbeat, 60)
+            for trainer.version in range(3):
+                report = sender.send(trainer.version, stop=trainer.version == 2)
+                if world.leads:
+                    print(f"sent {trainer.version}: {report.size} bytes, {report.digests} digests", flush=True)
+        else:
+            receiver = Receiver(world, Engine(mode), 1, "gloo", heartbeat, 60)
+            print("going on:", receiver.receive(0), receiver.receive(1), receiver.receive(2), flush=True)
+    except MilesError as error:
+        print(f"refused: {error}", flush=True)
+        world.abort(1)
+    world.barrier()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Weight sync over MPI and gloo: what arrives is what was sent, and what would go wrong silently is named."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from miles_hpc import sync
+from miles_hpc.digest import digest
+from miles_hpc.examples import arithmetic
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def model(tmp_path):
+    arithmetic.model(tmp_path, seed=0)
+    return tmp_path
+
+
+def test_every_version_reaches_every_engine(mpi, model):
+    done = mpi("sync", "fine", train=2, rollout=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    sent = [line for line in done.stdout.splitlines() if line.startswith("sent")]
+    assert [line.split(":")[0] for line in sent] == ["sent 0", "sent 1", "sent 2"]
+    # 2 layers of 2 joined projections, 2 stacks of experts, router, 4 norms, o_proj; embedding, head, last norm; two engines
+    assert sent[0].endswith("digests") and int(sent[0].split()[-2]) % 2 == 0 and int(sent[0].split()[-2]) > 30
+    assert done.stdout.count("going on: True True False") == 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "named"),
+    [
+        ("flipped", "model.layers.0.self_attn.qkv_proj.weight"),
+        ("missing", "lacks"),
+        ("reshaped", "lm_head.weight has shape"),
+    ],
+)
+def test_what_the_engine_would_not_notice_is_named(mpi, model, mode, named):
+    done = mpi("sync", mode, train=1, rollout=1)
+    assert done.returncode != 0
+    assert any(line.startswith("refused:") and named in line for line in done.stdout.splitlines()), done.stdout + done.stderr
+
+
+def test_parts_of_a_joined_tensor_lie_in_the_engines_order():
+    joined = sync.Fused()
+    tensors = {f"model.layers.0.mlp.experts.{e}.{p}_proj.weight": torch.randn(3, 4) for e in (1, 0) for p in ("up", "gate")}
+    for name, tensor in tensors.items():
+        joined.add(name, tensor)
+    prefix = "model.layers.0.mlp.experts"
+    order = [tensors[f"{prefix}.{e}.{p}_proj.weight"] for e in (0, 1) for p in ("gate", "up")]
+    assert joined.digests() == {f"{prefix}.w13_weight": digest(torch.cat(order))}
+
+
+def test_buckets_keep_the_order_and_the_limit(monkeypatch):
+    monkeypatch.setitem(sync.BUCKET_MIB, "cpu", 1)
+    named = [(str(i), torch.zeros(size)) for i, size in enumerate([100_000, 200_000, 300_000, 10, 10])]
+    found = [[name for name, _ in bucket] for bucket in sync.buckets(named)]
+    assert [name for names in found for name in names] == list("01234")
+    for bucket in sync.buckets(named):
+        assert len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= 1 << 20
+
+
+def test_checkpoint_shapes_come_from_all_files(tmp_path):
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"b": torch.zeros(5)}, tmp_path / "model-00002-of-00002.safetensors")
+    assert sync.checkpoint_shapes(tmp_path) == {"a": (2, 3), "b": (5,)}
