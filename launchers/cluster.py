@@ -12,6 +12,7 @@ import secrets
 import socket
 import subprocess
 import time
+import zlib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from string import Template
@@ -172,6 +173,7 @@ class Cluster:
             auth=settings.auth,
             auth_info=f"socket={self.home}/run/munge.sock," if settings.auth == "munge" else "",
             plugins=packages.libraries(self.prefix) / "slurm-wlm",
+            first_job_id=1000 * (1 + zlib.crc32(f"{os.getuid()} {self.home}".encode()) % 9999),
             controller_port=ports[0],
             node_port=ports[1],
             nodes="\n".join(nodes),

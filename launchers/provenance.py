@@ -1,6 +1,5 @@
 """Where a run comes from: commit, versions, seed, machine. Written once, into the run folder."""
 
-import getpass
 import platform
 import socket
 import subprocess
@@ -43,7 +42,6 @@ def collect(config: Config) -> dict[str, Any]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "seed": config.run.seed,
-        "user": getpass.getuser(),
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "command": sys.argv,
