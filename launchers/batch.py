@@ -17,6 +17,9 @@ from miles_hpc.launchers.evidence import Evidence
 from miles_hpc.launchers.verdict import Attempt, Situation
 from miles_hpc.paths import RunPaths
 
+# Slurm sends the warning of a time limit up to a minute early.
+WARNING_EARLY_SECONDS = 65
+
 
 def begin(run: Path) -> str | None:
     """Open the next attempt; its number as its folder is named, or None where the history says stop."""
@@ -48,9 +51,11 @@ def end(run: Path, attempt: int, code: int, signal: str) -> str:
     """Make sure that there is a verdict; what the batch script does next."""
     paths = RunPaths(run)
     seen = gather(paths, attempt, code, signal)
-    if verdict.read(paths, attempt) is None:
+    if (found := verdict.read(paths, attempt)) is None:
         judged = evidence.judge(seen)
         verdicts.write(paths, attempt, **{**judged.fields(), "next": _next_step(run, judged)})
+    elif (kind := evidence.refine(found.kind, seen)) != found.kind:
+        verdict.rename(paths, attempt, kind)
     action = verdict.decide(situation_of(paths, seen.job_state))
     _say(paths, attempt, action)
     return action
@@ -61,14 +66,16 @@ def gather(paths: RunPaths, attempt: int, code: int, signal: str) -> Evidence:
     job_id = os.environ.get("SLURM_JOB_ID", "")
     job = controller.job(job_id) if job_id else controller.JobState("")
     log, hosts = paths.launcher_log(attempt), paths.hosts(attempt).read_text(encoding="utf-8").split()
+    slurm = configuration.read(paths.config).slurm
     said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     return Evidence(
         code=code,
         prepared=log.exists(),
         job_state=_end_of_job(paths, attempt) if signal == "TERM" else job.state,
         bad_nodes=controller.bad_nodes(",".join(job.nodes)),
-        losses=evidence.losses(said, hosts, configuration.read(paths.config).slurm.train.ranks),
+        losses=evidence.losses(said, hosts, slurm.train.ranks),
         heartbeats=evidence.heartbeats(paths.folder, attempt),
+        near_limit=time.time() > job.end - slurm.warning_seconds - WARNING_EARLY_SECONDS,
     )
 
 

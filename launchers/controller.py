@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from datetime import datetime
+from math import inf
 from pathlib import Path
 
 from miles_hpc.errors import SiteError
@@ -36,6 +38,8 @@ class JobState:
     """Node lists of the components, as Slurm writes them."""
     restarts: int = 0
     reason: str = ""
+    end: float = inf
+    """When its time limit is reached, in seconds since 1970."""
 
     @property
     def ended(self) -> bool:
@@ -120,8 +124,17 @@ def parse_job(text: str) -> JobState:
         state=next((s for s in STATES if s in states), min(states)),
         nodes=tuple(c["NodeList"] for c in components if c.get("NodeList", "(null)") not in ("(null)", "")),
         restarts=max(int(c.get("Restarts", "0")) for c in components),
+        end=min(_seconds(c.get("EndTime", "")) for c in components),
         reason=next((c["Reason"] for c in components if c.get("Reason", "None") != "None"), ""),
     )
+
+
+def _seconds(text: str) -> float:
+    """A local time as scontrol prints it."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:  # Unknown, N/A
+        return inf
 
 
 def hostnames(node_list: str) -> list[str]:

@@ -54,6 +54,8 @@ class Evidence:
     """Nodes of the job that are down or do not respond."""
     losses: tuple[Loss, ...] = ()
     heartbeats: tuple[Heartbeat, ...] = ()
+    near_limit: bool = False
+    """The warning of the time limit was due."""
     restarted_by_slurm: bool = False
     """The attempt's batch script vanished and Slurm started another."""
 
@@ -69,6 +71,16 @@ def judge(seen: Evidence) -> Verdict:
     if seen.code == 0:
         return Verdict(kind="bug", error="all ranks ended without an error and without a verdict")
     return _of_ranks(seen)
+
+
+def refine(kind: str, seen: Evidence) -> str:
+    """A rank that got a signal can only say `preempted`; Slurm knows whether it was the time limit or a lost node."""
+    if kind != "preempted":
+        return kind
+    allocation = _of_allocation(seen)
+    if allocation is None:
+        return "time_limit" if seen.near_limit else kind
+    return allocation[0]
 
 
 def _of_allocation(seen: Evidence) -> tuple[str, str] | None:

@@ -92,6 +92,15 @@ def read(paths: RunPaths, attempt: int) -> Verdict | None:
     return Verdict(**{k: v for k, v in values.items() if k in Verdict.__dataclass_fields__ and v is not None})
 
 
+def rename(paths: RunPaths, attempt: int, kind: str) -> None:
+    """Give a verdict another kind, for what only the launcher can know."""
+    file = paths.verdict(attempt)
+    values = json.loads(file.read_text(encoding="utf-8")) | {"kind": kind}
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(values, indent=1), encoding="utf-8")
+    temporary.replace(file)
+
+
 def newest(paths: RunPaths) -> Verdict | None:
     """The verdict of the newest attempt, None before it has ended."""
     numbers = paths.attempt_numbers()

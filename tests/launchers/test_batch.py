@@ -1,13 +1,14 @@
 """`begin` and `end` as the batch script calls them, outside Slurm."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from miles_hpc import config as configuration
 from miles_hpc import verdicts
-from miles_hpc.launchers import batch, verdict
+from miles_hpc.launchers import batch, controller, verdict
 from miles_hpc.paths import RunPaths
 
 
@@ -66,6 +67,29 @@ def test_a_job_that_slurm_ends(paths, reason, kind, action):
         log.write(f"slurmstepd-t0: error: *** JOB 3 ON t0 CANCELLED AT 2026-01-01T00:00:01{reason} ***\n")
     assert end(paths, 1, signal="TERM") == action
     assert verdict.newest(paths).kind == kind
+
+
+def test_slurm_knows_more_than_a_rank_that_got_a_signal(paths):
+    batch.begin(paths.folder)
+    paths.job_log.write_text(
+        "slurmstepd-t0: error: *** JOB 3 ON t0 CANCELLED AT 2026-01-01T00:00:01 DUE TO NODE FAILURE, SEE SLURMCTLD LOG ***\n"
+    )
+    assert end(paths, 1, signal="TERM", kind="preempted", rank=2) == "requeue"
+    assert (verdict.newest(paths).kind, verdict.newest(paths).rank) == ("node_failure", 2)
+
+
+def test_a_warning_near_the_time_limit_is_the_time_limit(paths, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "3")
+    monkeypatch.setattr(controller, "_ask", lambda *command: "")
+    batch.begin(paths.folder)
+    running = controller.JobState("RUNNING", end=time.time() + 100)
+    monkeypatch.setattr(controller, "job", lambda job_id: running)
+    assert end(paths, 1, code=0, kind="preempted") == "requeue"
+    assert verdict.newest(paths).kind == "time_limit"
+    batch.begin(paths.folder)
+    running = controller.JobState("RUNNING", end=time.time() + 1000)
+    assert end(paths, 2, code=0, kind="preempted") == "requeue"
+    assert verdict.newest(paths).kind == "preempted"
 
 
 def test_term_without_a_word_from_slurm_never_requeues(paths):
