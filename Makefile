@@ -34,7 +34,8 @@ check: $(STAMP)  ## style, shell scripts, types, import rules, sizes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/shellcheck .ci/run requirements/*.sh slurm/*.sh slurm/*.sbatch
-	$(BIN)/mypy -p miles_hpc
+	rm -rf build && $(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/wheel .
+	cd build/wheel && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p miles_hpc
 	$(BIN)/pytest tests/test_imports.py tests/test_sizes.py
 
 bench: $(STAMP)  ## benchmarks, each beside its baseline; results go to docs/benchmarks

@@ -119,7 +119,9 @@ def _commit(
 
 def _image(arrays: Mapping[str, np.ndarray], texts: Mapping[str, list[str]], attributes: Mapping[str, int]) -> bytes:
     """The bytes of the HDF5 file. Made in memory: HDF5 writes in small pieces and cannot close a file on a full disk."""
-    block = (1 << 16) + sum(values.nbytes for values in arrays.values())
+    # Room for everything at once (texts: heap overhead, more than a byte per character), or HDF5 copies at every growth.
+    characters = sum(len(text) for strings in texts.values() for text in strings)
+    block = (1 << 16) + sum(values.nbytes for values in arrays.values()) + 2 * characters
     with h5py.File(uuid.uuid4().hex, "w", driver="core", backing_store=False, block_size=block) as file:
         file.attrs.update({**attributes, "crc32": _checksum(arrays, texts)})
         for name, values in arrays.items():
