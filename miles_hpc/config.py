@@ -45,7 +45,7 @@ class Model(Section):
     path: str = ""
     """Folder of a Hugging Face checkpoint (Qwen3, Qwen3-MoE, Llama); relative to the TOML file."""
     source: Edge | Literal[""] = ""
-    """Function `(folder: Path, seed: int) -> None` that writes the checkpoint where `path` (default `<run>/model`) is missing."""
+    """Function `(folder: Path, seed: int) -> None` that writes the checkpoint if `path` (default `<run>/model`) is missing."""
     context_length: PositiveInt = 1024
     """Longest sequence, prompt and answer together, in tokens."""
     dtype: Literal["float32", "bfloat16"] = "float32"
