@@ -33,7 +33,7 @@ test-long: $(STAMP)  ## learning and other long tests; the result goes to docs/b
 check: $(STAMP)  ## style, shell scripts, types, import rules, sizes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/shellcheck .ci/run requirements/*.sh slurm/*.sh slurm/*.sbatch
+	$(BIN)/shellcheck .ci/run requirements/*.sh slurm/*.sh tests/launchers/golden/*.sbatch tests/launchers/golden/*.sh
 	rm -rf build && $(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/wheel .
 	cd build/wheel && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p miles_hpc
 	$(BIN)/pytest tests/test_imports.py tests/test_sizes.py

@@ -353,7 +353,7 @@ def _absolute(raw: dict[str, Any], folder: Path) -> None:
         model["path"] = str(folder / Path(model["path"]).expanduser())
     for key in ("prompts", "eval"):
         value = data.get(key) if isinstance(data, dict) else None
-        if isinstance(value, str) and value and not is_edge(value):
+        if isinstance(data, dict) and isinstance(value, str) and value and not is_edge(value):
             data[key] = str(folder / Path(value).expanduser())
 
 

@@ -10,20 +10,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 RUN_PART = {"torch", "mpi4py", "sglang", "megatron", "transformers", "triton", "matplotlib", "tensorboard"}
-LIGHT = [
-    "config",
-    "errors",
-    "paths",
-    "world",
-    "signals",
-    "heartbeat",
-    "verdicts",
-    "metrics",
-    "versions",
-    "evaluation",
-    "data",
-    "edges",
-]
+LIGHT = ["config", "errors", "paths", "world", "signals", "heartbeat", "verdicts", "metrics", "versions", "evaluation"]
+LIGHT += ["data", "edges"]
 SAMPLES = ["samples.schema", "samples.store", "samples.exchange"]
 LAUNCHERS = [f"launchers.{f.stem}" for f in sorted((ROOT / "launchers").glob("*.py")) if f.stem != "__init__"]
 

@@ -6,7 +6,7 @@ prompts; a group is all samples of one prompt id.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -68,12 +68,13 @@ class Samples:
         lengths = self.lengths[index]
         spans = [np.arange(self.offsets[i], self.offsets[i + 1]) for i in index]
         tokens = np.concatenate(spans) if spans else np.zeros(0, np.int64)
+        columns: dict[str, Any] = {name: getattr(self, name)[index] for name in PER_SAMPLE}
+        columns |= {name: getattr(self, name)[tokens] for name in PER_TOKEN}
+        columns |= {name: [getattr(self, name)[i] for i in index] for name in TEXT}
         return replace(
             self,
             offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            **{name: getattr(self, name)[index] for name in PER_SAMPLE},
-            **{name: getattr(self, name)[tokens] for name in PER_TOKEN},
-            **{name: [getattr(self, name)[i] for i in index] for name in TEXT},
+            **columns,
             reward_parts={name: values[index] for name, values in self.reward_parts.items()},
         )
 
@@ -86,10 +87,12 @@ class Samples:
         """All samples of `parts`, in order; a reward component absent from a part is NaN there."""
         lengths = np.concatenate([p.lengths for p in parts]) if parts else np.zeros(0, np.int64)
         names = sorted({name for p in parts for name in p.reward_parts})
+        kinds: dict[str, type] = {**PER_SAMPLE, **PER_TOKEN}
+        columns: dict[str, Any] = {name: _join([getattr(p, name) for p in parts], kind) for name, kind in kinds.items()}
+        columns |= {name: [text for p in parts for text in getattr(p, name)] for name in TEXT}
         return cls(
             offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-            **{name: _join([getattr(p, name) for p in parts], kind) for name, kind in {**PER_SAMPLE, **PER_TOKEN}.items()},
-            **{name: [text for p in parts for text in getattr(p, name)] for name in TEXT},
+            **columns,
             reward_parts={
                 name: _join([p.reward_parts.get(name, np.full(len(p), np.nan, np.float32)) for p in parts], np.float32)
                 for name in names

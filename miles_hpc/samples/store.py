@@ -12,6 +12,7 @@ import uuid
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -147,8 +148,8 @@ def _fsync(path: Path) -> None:
 
 def _load(shard: Path) -> Samples:
     with h5py.File(shard, "r", locking=False) as file:
-        arrays = {name: file[name][()] for name in ARRAYS}
-        texts = {name: [text.decode() for text in file[name][()]] for name in TEXT}
+        arrays: dict[str, Any] = {name: file[name][()] for name in ARRAYS}
+        texts: dict[str, Any] = {name: [text.decode() for text in file[name][()]] for name in TEXT}
         parts = {name: file[name][()] for name in file if name.startswith("reward_")}
         if file.attrs["crc32"] != _checksum(arrays | parts, texts):
             raise ValueError("its content does not have the checksum it was written with")
@@ -161,7 +162,7 @@ def _checksum(arrays: Mapping[str, np.ndarray], texts: Mapping[str, list[str]]) 
     """CRC-32 over all names and values: HDF5 itself would hand out a flipped bit without a word."""
     found = 0
     for name in sorted(arrays):
-        found = zlib.crc32(np.ascontiguousarray(arrays[name]).view(np.uint8), zlib.crc32(name.encode(), found))
+        found = zlib.crc32(np.ascontiguousarray(arrays[name]).view(np.uint8).data, zlib.crc32(name.encode(), found))
     for name in sorted(texts):
         found = zlib.crc32("\0".join(texts[name]).encode(), found)
     return found
