@@ -92,7 +92,7 @@ def transformer_config(config: Any, dtype: torch.dtype, tensor_parallel: int, ex
         expert_model_parallel_size=expert_parallel,
         expert_tensor_parallel_size=1,
         **_FIXED,
-        **_moe(config),
+        **_moe(config, tensor_parallel * expert_parallel == 1),
     )
 
 
@@ -116,7 +116,7 @@ _FIXED: dict[str, Any] = {
 }
 
 
-def _moe(config: Any) -> dict[str, Any]:
+def _moe(config: Any, alone: bool) -> dict[str, Any]:
     if not getattr(config, "num_experts", 0):
         return {}
     return {
@@ -124,7 +124,8 @@ def _moe(config: Any) -> dict[str, Any]:
         "moe_router_topk": config.num_experts_per_tok,
         "moe_ffn_hidden_size": config.moe_intermediate_size,
         "moe_layer_freq": [int(convert.is_moe_layer(config, i)) for i in range(config.num_hidden_layers)],
-        "moe_token_dispatcher_type": "alltoall",
+        # On one rank 'allgather' exchanges nothing and 'alltoall' still copies every token four times.
+        "moe_token_dispatcher_type": "allgather" if alone else "alltoall",
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         # norm_topk_prob: softmax over the chosen experts only.

@@ -22,13 +22,13 @@ class Packed(PackedSeqParams):
     `t` tokens in `b` sequences of at most `L` tokens.
     """
 
-    rows: Tensor | None = None
+    rows: Tensor = None  # type: ignore[assignment]
     """[b * L] int64: token at each cell of the padded [b, L] grid; padding repeats token 0."""
-    cells: Tensor | None = None
+    cells: Tensor = None  # type: ignore[assignment]
     """[t] int64: grid cell of each token."""
-    cos: Tensor | None = None
+    cos: Tensor = None  # type: ignore[assignment]
     """[t, 1, head_dim] float32."""
-    sin: Tensor | None = None
+    sin: Tensor = None  # type: ignore[assignment]
     """[t, 1, head_dim] float32, negative in the first half (see `rotate`)."""
 
 

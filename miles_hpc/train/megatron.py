@@ -5,6 +5,7 @@ Everything that touches megatron-core's `GPTModel` (deprecated upstream in favou
 
 import logging
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,10 +63,6 @@ class Groups:
         self.tensor = parallel_state.get_tensor_model_parallel_group()
         self.data = parallel_state.get_data_parallel_group()
         self.expert = parallel_state.get_expert_model_parallel_group()
-
-    @property
-    def world(self) -> dist.ProcessGroup:
-        return dist.group.WORLD
 
     @property
     def writes_samples(self) -> bool:
@@ -158,10 +155,12 @@ def build(config: Any, core_config: Any, length: int) -> torch.nn.Module:
 
 
 def layer_spec(core_config: Any) -> Any:
-    """megatron's local layers, with the norms and the core attention exchanged."""
+    """megatron's local layers, with the norms, the core attention and the experts exchanged."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.moe.moe_layer import MoESubmodules
 
     from miles_hpc.train.attention import CoreAttention
+    from miles_hpc.train.experts import Experts
     from miles_hpc.train.norm import RMSNorm
 
     block = get_gpt_decoder_block_spec(core_config, use_transformer_engine=False, normalization="RMSNorm")
@@ -172,6 +171,9 @@ def layer_spec(core_config: Any) -> Any:
         attention.core_attention = CoreAttention
         if core_config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+        mlp = parts.mlp.keywords["submodules"]  # the builder is a partial
+        if isinstance(mlp, MoESubmodules):
+            mlp.experts = partial(Experts, **mlp.experts.keywords)
     return block
 
 

@@ -82,8 +82,9 @@ def pack(sequences: Sequences, indices: np.ndarray, multiple: int, where: torch.
     tokens = np.concatenate([sequences.tokens[index], np.zeros(fill, np.int32)]).astype(np.int64)
     rows, cells = _grid(bounds, padded)
     arrays = (tokens[None], positions, bounds.astype(np.int32), rows, cells, answers - 1, tokens[answers])
-    tensors = [torch.from_numpy(np.ascontiguousarray(a)).to(where) for a in arrays]
-    return Pack(*tensors[:3], int(padded.max()), *tensors[3:], index[answers], np.repeat(indices, lengths)[answers])
+    t = [torch.from_numpy(np.ascontiguousarray(a)).to(where) for a in arrays]
+    sample = np.repeat(indices, lengths)[answers]
+    return Pack(t[0], t[1], t[2], int(padded.max()), t[3], t[4], t[5], t[6], index[answers], sample)
 
 
 def spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

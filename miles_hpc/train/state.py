@@ -92,10 +92,10 @@ def _check_experts(saved: int, current: int, folder: Path) -> None:
 
 def _random_states() -> dict[str, Any]:
     """Of the first rank. No step draws from them (shuffles are keyed by seed and step); edges of users may."""
-    return {"torch": torch.get_rng_state(), "numpy": np.random.get_state(legacy=True), "python": random.getstate()}
+    return {"torch": torch.random.get_rng_state(), "numpy": np.random.get_state(legacy=True), "python": random.getstate()}
 
 
 def _restore_random_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
+    torch.random.set_rng_state(states["torch"])
     np.random.set_state(states["numpy"])
     random.setstate(states["python"])

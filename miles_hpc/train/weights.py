@@ -13,7 +13,7 @@ from miles_hpc.train.convert import Dims, Rule, rules
 from miles_hpc.train.megatron import Groups
 
 SIZES = ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-SIZES += ("num_key_value_heads", "tie_word_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+MORE_SIZES = ("num_key_value_heads", "tie_word_embeddings", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
 IGNORED = ("lm_head.weight", ".rotary_emb.inv_freq")
 
 
@@ -83,7 +83,8 @@ class _Reader:
     """Tensors by name, each file opened once."""
 
     def __init__(self, files: dict[str, Path]) -> None:
-        self.files, self.open = files, {}
+        self.files = files
+        self.open: dict[Path, Any] = {}
 
     def get(self, name: str) -> Tensor:
         from safetensors import safe_open
@@ -148,4 +149,4 @@ def _from_owner(rule: Rule, params: dict[str, Any], config: Any, groups: Groups)
 
 def sizes(config: Any) -> dict[str, Any]:
     """What must be equal for a checkpoint to be of the same model."""
-    return {key: getattr(config, key) for key in SIZES if getattr(config, key, None) is not None}
+    return {key: getattr(config, key) for key in SIZES + MORE_SIZES if getattr(config, key, None) is not None}
