@@ -86,9 +86,9 @@ class Policy:
 
         self.config, self.groups, self.temperature = config, groups, temperature
         self.core_config = architecture.transformer_config(config, dtype, groups.tensor.size(), groups.expert.size())
-        self.module = build(config, self.core_config, length)
+        self.module: Any = build(config, self.core_config, length)
         self.rotary = Rotary(config, length, device.device())
-        self.wrapped: Any = self.module
+        self.wrapped = self.module
         self.load = ExpertLoad(self.module)
 
     def wrap(self) -> Any:
