@@ -6,7 +6,7 @@ from pathlib import Path
 
 from miles_hpc import config as configuration
 from miles_hpc.errors import UserError
-from miles_hpc.launchers.state import state_of
+from miles_hpc.launchers.state import Follower
 from miles_hpc.paths import RunPaths
 
 POLL_SECONDS = 0.5
@@ -25,9 +25,9 @@ def show(folder: Path, role: str | None, rank: int | None, attempt: int | None, 
             raise UserError("no such log", where=str(file), next_step=hint)
         sys.stdout.write(file.read_text(encoding="utf-8", errors="replace"))
         return 0
-    position = 0
+    position, follower = 0, Follower(folder)
     while True:
-        ended = state_of(folder).ended
+        ended = follower.look().ended
         newest = locate(folder, role, rank, attempt)
         if newest != file:
             file, position = newest, 0

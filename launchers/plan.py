@@ -71,22 +71,22 @@ def arithmetic(config: Config, job: JobSpec, without_slurm: bool) -> Iterator[st
     replicas, updates = _count(config.data_parallel, "data-parallel rank"), _count(train.mini_batches, "mini-batch")
     share = f"{samples / config.engines:g} samples each, at most {rollout.max_new_tokens} new tokens"
     parallel = f"tensor parallel {train.tensor_parallel}, expert parallel {train.expert_parallel}"
-    yield f"# run       {config.run.name}: {config.run.steps} steps in {job.folder}"
-    yield f"# rollout   {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = {samples} samples per step"
-    yield f"#           on {_count(config.engines, 'engine')}, {share}"
-    yield f"# train     {samples} samples / {replicas} / {updates} = {per_update} samples per rank and optimizer step"
-    yield f"#           {parallel}, at most {train.micro_batch_tokens} tokens per micro-batch"
+    yield f"# run        {config.run.name}: {config.run.steps} steps in {job.folder}"
+    yield f"# rollout    {rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples = {samples} samples per step"
+    yield f"#            on {_count(config.engines, 'engine')}, {share}"
+    yield f"# train      {samples} samples / {replicas} / {updates} = {per_update} samples per rank and optimizer step"
+    yield f"#            {parallel}, at most {train.micro_batch_tokens} tokens per micro-batch"
     for component in job.components:
         gpus = f", {_count(component.gpus_per_node, 'GPU')} per node" if component.gpus_per_node else ""
         ranks = f"{_count(component.nodes, 'node')} x {_count(component.ranks_per_node, 'rank')}"
-        yield f"# {component.role + ' on':9} {ranks} x {_count(component.cpus_per_rank, 'core')}{gpus}"
+        yield f"# {component.role + ' on':10} {ranks} x {_count(component.cpus_per_rank, 'core')}{gpus}"
     kind = "heterogeneous job" if job.single is None else "homogeneous job"
     how = (
         "mpiexec on this machine"
         if without_slurm
         else f"{kind}, site {job.site}, srun --mpi={job.mpi}, {job.time_minutes} minutes"
     )
-    yield f"# world     {job.world_size} ranks: {how}"
+    yield f"# world      {job.world_size} ranks: {how}"
 
 
 def _count(number: int, noun: str) -> str:

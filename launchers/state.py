@@ -1,6 +1,7 @@
 """How a run stands right now: its job's state, its attempt, its newest verdict."""
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from miles_hpc.launchers import controller, local, verdict
 from miles_hpc.launchers.controller import JobState
 from miles_hpc.launchers.verdict import Verdict
 from miles_hpc.paths import RunPaths
+
+FASTEST, SLOWEST = 0.5, 10.0  # seconds between two questions to Slurm
 
 
 @dataclass(frozen=True)
@@ -61,3 +64,23 @@ def _word(slurm: JobState, newest: Verdict | None, ended: bool) -> str:
     if slurm.state == "CANCELLED":
         return "cancelled"
     return newest.kind if newest else slurm.state.lower()
+
+
+class Follower:
+    """`state_of`, as often as a shared controller can bear: twice a second at first, then less and less, down to every 10 s.
+
+    An attempt that has ended is looked at more often again, since the run's end is near.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.begin, self.due = folder, time.monotonic(), 0.0
+
+    def look(self) -> RunState:
+        """The newest state that is young enough."""
+        now = time.monotonic()
+        if now >= self.due:
+            self.last = state_of(self.folder)
+            self.due = now + (FASTEST if self.last.verdict else min(SLOWEST, FASTEST + (now - self.begin) / 30))
+        elif verdict.read(RunPaths(self.folder), self.last.attempt):
+            self.due = min(self.due, now + FASTEST)
+        return self.last

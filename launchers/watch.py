@@ -7,7 +7,7 @@ from pathlib import Path
 from miles_hpc import config as configuration
 from miles_hpc.launchers import evidence, verdict
 from miles_hpc.launchers.progress import progress_of
-from miles_hpc.launchers.state import RunState, state_of
+from miles_hpc.launchers.state import Follower, RunState
 from miles_hpc.paths import RunPaths
 
 POLL_SECONDS = 0.5
@@ -39,14 +39,18 @@ def _follow(folder: Path) -> RunState:
 
     steps = configuration.read(RunPaths(folder).config).run.steps
     console = Console()
-    shown = ""
+    follower, shown = Follower(folder), ""
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
-            now = state_of(folder)
-            line = progress_of(folder, steps).line()
+            now = follower.look()
+            progress = progress_of(folder, steps)
+            line, doing = progress.line(), _doing(folder, now)
             if console.is_terminal:
-                live.update(Text(f"{line}  {_doing(folder, now)}", overflow="ellipsis", no_wrap=True), refresh=True)
-            elif line != shown:
+                live.update(Text(f"{line}  {doing}", overflow="ellipsis", no_wrap=True), refresh=True)
+                line = shown
+            elif not progress.done:  # the long way to the first step: what the ranks are at
+                line = f"{line}  {doing}"
+            if line != shown:
                 print(line, flush=True)
                 shown = line
             if now.ended:

@@ -84,3 +84,18 @@ def test_two_runs_at_once_get_folders_of_their_own(no_slurm, toml):
     assert [run.name for run in runs] == ["demo-000", "demo-001"]
     wait(lambda: all(state.state_of(run).ended for run in runs))
     assert [state.state_of(run).word for run in runs] == ["done", "done"]
+
+
+def test_watch_shows_progress_and_returns_the_runs_exit_code(no_slurm, toml, capsys):
+    assert submission.follow(start(toml, "done"), watch=True) == 0
+    assert "step 0/3  [running" in capsys.readouterr().out
+    assert submission.follow(start(toml, "done", "prepare-fails"), watch=True) == 2
+    assert "user_error (in prepare)" in capsys.readouterr().err
+
+
+def test_what_to_type_next_is_printed(no_slurm, toml, capsys):
+    run = start(toml, "done")
+    assert submission.follow(run, watch=False) == 0
+    said = capsys.readouterr().out
+    assert "runs/demo-000: process" in said and "miles-submit logs runs/demo-000 -f" in said
+    wait(lambda: state.state_of(run).ended)

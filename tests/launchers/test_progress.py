@@ -1,0 +1,39 @@
+import json
+from pathlib import Path
+
+from miles_hpc.launchers.progress import progress_of
+from miles_hpc.paths import RunPaths
+
+
+def write(folder: Path, *events: dict, tail: str = "") -> None:
+    RunPaths(folder).events.write_text("".join(json.dumps(e) + "\n" for e in events) + tail)
+
+
+def step(number: int, time: float) -> dict:
+    seconds = {"rollout": 1.25, "train": 0.5, "wait": 0.0}
+    return {
+        "event": "step",
+        "step": number,
+        "attempt": 1,
+        "time": time,
+        "metrics": {"reward/mean": 0.4},
+        "phase_seconds": seconds,
+    }
+
+
+def test_before_the_first_step(tmp_path):
+    assert progress_of(tmp_path, 40).line() == "step 0/40"
+
+
+def test_reward_phases_and_time_left_by_the_median_step(tmp_path):
+    write(
+        tmp_path,
+        {"event": "start", "step": 0, "attempt": 1, "time": 0.0},
+        *(step(n, t) for n, t in enumerate((10, 12, 14, 50))),
+    )
+    assert progress_of(tmp_path, 40).line() == "step 4/40  reward 0.400  rollout 1.2 s  train 0.5 s  ETA 1:12"
+
+
+def test_a_half_written_line_does_not_count(tmp_path):
+    write(tmp_path, step(0, 1.0), tail='{"event": "st')
+    assert progress_of(tmp_path, 1).line() == "step 1/1  reward 0.400  rollout 1.2 s  train 0.5 s"
