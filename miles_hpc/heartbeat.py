@@ -6,6 +6,7 @@ import resource
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 INTERVAL_SECONDS = 1.0
 
@@ -43,7 +44,7 @@ class Heartbeat:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(self.file)
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> dict[str, Any]:
         """Who, where, phase, step, time and peak memory of this rank."""
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
         return {**self._who, "phase": self.phase, "step": self.step, "time": time.time(), "peak_memory_mib": peak}

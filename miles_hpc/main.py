@@ -52,19 +52,18 @@ def _run(told: argparse.Namespace, config: Config, paths: RunPaths, heartbeat: H
 
     versions.check()
     if told.role == "train":
-        from miles_hpc.train.build import build
+        from miles_hpc.train.build import build as build_trainer
 
         world.append(connect("train", told.world_size, heartbeat.beat))
-        role = build(config, paths, world[0], told.attempt, heartbeat)
-        kind = loop.train(role)
+        kind = loop.train(build_trainer(config, paths, world[0], told.attempt, heartbeat))
     else:
-        from miles_hpc.rollout.build import build, start_engine
+        from miles_hpc.rollout.build import build as build_rollout
+        from miles_hpc.rollout.build import start_engine
 
         # Before MPI: the engine needs the longest to start, and its host must never see the world.
         engine = start_engine(config, paths, heartbeat)
         world.append(connect("rollout", told.world_size, heartbeat.beat))
-        role = build(config, paths, world[0], told.attempt, heartbeat, engine)
-        kind = loop.rollout(role)
+        kind = loop.rollout(build_rollout(config, paths, world[0], told.attempt, heartbeat, engine))
         engine.shutdown()
     world[0].barrier(config.patience_seconds, "all ranks to finish")
     return kind

@@ -144,7 +144,8 @@ class Sender:
         """Buckets one after the other; the next is gathered while the last is on its way."""
         import torch.distributed as dist
 
-        fused, report, seen, pending = Fused(), Report(), set(), None
+        fused, report, pending = Fused(), Report(), None
+        seen: set[str] = set()
         for bucket in buckets(self._checked(seen, fused)):
             flat = flatten(tensor for _, tensor in bucket)
             self._wait(pending)
@@ -311,8 +312,9 @@ def weight_group(store: Any, size: int, seconds: float) -> Any:
     limit = timedelta(seconds=seconds)
     store.set_timeout(limit)
     prefixed = PrefixStore(GROUP, store)
+    name: Any = GROUP  # a NewType of str in torch 2.13, str before
     group, _ = _new_process_group_helper(
-        size, 0, [], Backend(backend()), prefixed, group_name=GROUP, backend_options=None, timeout=limit
+        size, 0, [], Backend(backend()), prefixed, group_name=name, backend_options=None, timeout=limit
     )
     _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
     return group

@@ -6,6 +6,7 @@ import time
 import traceback
 import uuid
 from pathlib import Path
+from typing import Any
 
 from miles_hpc.errors import MilesError
 from miles_hpc.paths import RunPaths
@@ -34,10 +35,10 @@ def write(paths: RunPaths, attempt: int, /, *, kind: str, **fields: object) -> b
     return True
 
 
-def of_error(error: BaseException, run: Path) -> dict[str, object]:
+def of_error(error: BaseException, run: Path) -> dict[str, Any]:
     """Fields of a verdict for an exception: kind, error, where, next and, unless it is the user's, the traceback."""
     if isinstance(error, MilesError):
-        fields: dict[str, object] = {"kind": error.kind, "error": error.what, "where": error.where}
+        fields: dict[str, Any] = {"kind": error.kind, "error": error.what, "where": error.where}
         fields["next"] = error.next_step or f"miles-submit logs {run}"
     else:
         kind = "out_of_memory" if isinstance(error, MemoryError) or "out of memory" in str(error).lower() else "bug"

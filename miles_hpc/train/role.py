@@ -1,7 +1,7 @@
 """A training rank's part in the loop: what `loop.train` calls, in that order."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -32,13 +32,14 @@ class TrainRole:
     """Deadline of a wait for the other role."""
     stopping: bool = False
     """All training ranks have agreed to end after the current version."""
+    board: metrics.Board = field(init=False)
+    """Of the first training rank only, from `start` on."""
 
     def __post_init__(self) -> None:
         self.inbox = Inbox(self.world, self.seconds)
         self.events, self.ledger = metrics.journals(self.paths)
         self.steps, self.group_size = self.config.run.steps, self.config.rollout.samples_per_prompt
         self.advantage, self.lead = self.config.train.advantage, self.world.leads
-        self.board: metrics.Board | None = None
         self.figures: dict[str, float] = {}
         self.mark = time.monotonic()
 

@@ -65,10 +65,12 @@ def load(folder: Path, policy: Policy, optimizer: Any, reference: Policy | None)
 
 def _sharded(policy: Policy, optimizer: Any, reference: Policy | None, loading: bool) -> dict[str, Any]:
     metadata = dict(FORMAT)  # megatron writes its groups into it
-    model = policy.module.sharded_state_dict(metadata=metadata)
+    module: Any = policy.module
+    model = module.sharded_state_dict(metadata=metadata)
     state = {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)}
     if reference:
-        state["reference"] = _prefixed(reference.module.sharded_state_dict(metadata=metadata))
+        module = reference.module
+        state["reference"] = _prefixed(module.sharded_state_dict(metadata=metadata))
     return state
 
 

@@ -19,8 +19,9 @@ def warm_start(trainer: Trainer, config: Config, paths: RunPaths, poll: Callable
     from transformers import AutoTokenizer
 
     plan = config.warm_start
+    assert plan
     tokenizer = AutoTokenizer.from_pretrained(paths.model_of(config), local_files_only=True)
-    demonstrations = _demonstrations(config, plan.steps * plan.batch_size)
+    demonstrations = _demonstrations(config, plan.data, plan.steps * plan.batch_size)
     losses = []
     for step in range(plan.steps):
         batch = demonstrations[step * plan.batch_size : (step + 1) * plan.batch_size]
@@ -31,9 +32,9 @@ def warm_start(trainer: Trainer, config: Config, paths: RunPaths, poll: Callable
     return losses
 
 
-def _demonstrations(config: Config, count: int) -> list[tuple[str, str]]:
+def _demonstrations(config: Config, name: str, count: int) -> list[tuple[str, str]]:
     """Prompts and answers from the edge, in an order that depends on the seed only."""
-    name, key = config.warm_start.data, "warm_start.data"
+    key = "warm_start.data"
     function = edges.load(name, config.run.edges_folder, key=key, arguments=("seed", "count"))
     rows = edges.call(function, config.run.seed, count, key=key)
     if len(rows) != count:
