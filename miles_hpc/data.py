@@ -164,7 +164,7 @@ def _jsonl(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _record(line: bytes, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise DataError(f"not UTF-8: byte {error.start} of the line is 0x{line[error.start]:02x}", where=where) from None
     except json.JSONDecodeError as error:
@@ -182,7 +182,7 @@ def _parquet(file: Path, columns: Data) -> Iterator[tuple[str, dict[str, Any]]]:
         parquet = pyarrow.parquet.ParquetFile(file)
         wanted = [columns.prompt_column, columns.label_column, columns.metadata_column]
         there = parquet.schema_arrow.names
-        _need(columns.prompt_column, there, str(file))
+        _check_columns(columns, there, str(file))
         number = 0
         for batch in parquet.iter_batches(columns=[name for name in wanted if name in there]):
             for record in batch.to_pylist():
@@ -193,7 +193,7 @@ def _parquet(file: Path, columns: Data) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _row(record: Mapping[str, Any], columns: Data, where: str) -> Row:
-    _need(columns.prompt_column, list(record), where)
+    _check_columns(columns, list(record), where)
     prompt = record[columns.prompt_column]
     if not (isinstance(prompt, str) or _is_messages(prompt)):
         raise DataError(f"{columns.prompt_column} must be a text or a list of messages with role and content", where=where)
@@ -221,10 +221,15 @@ def _is_messages(prompt: Any) -> bool:
     )
 
 
-def _need(column: str, there: list[str], where: str) -> None:
-    if column not in there:
-        raise DataError(
-            f"there is no column {column!r}; there are {', '.join(map(repr, there)) or 'none'}",
-            where=where,
-            next_step="name the column with data.prompt_column",
-        )
+def _check_columns(columns: Data, there: list[str], where: str) -> None:
+    """The prompt must be there, and the label if the configuration names its column."""
+    needed = {"prompt_column": columns.prompt_column}
+    if columns.label_column != Data.model_fields["label_column"].default:
+        needed["label_column"] = columns.label_column
+    for key, column in needed.items():
+        if column not in there:
+            raise DataError(
+                f"there is no column {column!r}; there are {', '.join(map(repr, there)) or 'none'}",
+                where=where,
+                next_step=f"name the column with data.{key}",
+            )

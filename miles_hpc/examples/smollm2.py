@@ -13,7 +13,7 @@ from typing import Any
 HELD_OUT = 32
 ROWS = 2000
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-ENDS = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
+ENDS: dict[str, str | Any] = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"}
 """transformers 5.12 reads the GGUF file's end-of-sequence token as `<|im_start|>`."""
 
 
@@ -50,10 +50,10 @@ def model(folder: Path, seed: int) -> None:
     source = _gguf()
     loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
     facts = {key: value for key, value in loaded.config.to_dict().items() if key != "quantization_config"}
-    plain = LlamaForCausalLM(LlamaConfig(**facts)).to(
-        torch.bfloat16
-    )  # transformers refuses to save a model that came from GGUF
-    plain.load_state_dict(loaded.state_dict())
+    with torch.device("meta"):  # transformers refuses to save a model that came from GGUF: the weights move into a plain one
+        plain = LlamaForCausalLM(LlamaConfig(**facts))
+    plain.load_state_dict(loaded.state_dict(), assign=True)
+    plain.tie_weights()
     plain.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     tokenizer.add_special_tokens(ENDS)

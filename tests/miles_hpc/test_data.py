@@ -109,6 +109,20 @@ def test_bad_jsonl(tmp_path: Path, content: bytes, what: str, where: str) -> Non
     assert where in caught.value.where
 
 
+def test_a_label_column_that_is_named_must_be_there(tmp_path: Path) -> None:
+    for file in (jsonl(tmp_path, {"prompt": "a", "answer": 1}), parquet(tmp_path, {"prompt": ["a"], "answer": [1]})):
+        assert data.load(config(file), "train").rows == [Row("a")]
+        assert data.load(config(file, label_column="answer"), "train").rows == [Row("a", 1)]
+        with pytest.raises(DataError, match="no column 'anwser'; there are 'prompt', 'answer'"):
+            data.load(config(file, label_column="anwser"), "train")
+
+
+def test_a_byte_order_mark_is_no_harm(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n')
+    assert data.load(config(file), "train").rows == [Row("a")]
+
+
 def test_missing_file_and_column_and_garbage(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file"):
         data.load(config(tmp_path / "none.jsonl"), "train")
