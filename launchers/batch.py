@@ -56,8 +56,11 @@ def end(run: Path, attempt: int, code: int, signal: str) -> str:
         verdicts.write(paths, attempt, **{**judged.fields(), "next": _next_step(run, judged)})
     elif (kind := evidence.refine(found.kind, seen)) != found.kind:
         verdict.rename(paths, attempt, kind)
-    action = verdict.decide(situation_of(paths, seen.job_state))
+    situation = situation_of(paths, seen.job_state)
+    action = verdict.decide(situation)
     _say(paths, attempt, action)
+    if action == "restart":
+        time.sleep(verdict.pause_before_restart(situation.history))
     return action
 
 

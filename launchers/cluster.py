@@ -12,7 +12,6 @@ import secrets
 import socket
 import subprocess
 import time
-import zlib
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from string import Template
@@ -85,8 +84,11 @@ class Cluster:
         Raises:
             SiteError: no packages, or a daemon that does not start (with the tail of its log).
         """
-        if self.running and all(d.pid for d in self._daemons(self.settings or settings)):
+        pids = [daemon.pid for daemon in self._daemons(self.settings or settings)]
+        if all(pids):
             return False
+        if any(pids):  # half of it died: new ports and a new configuration must not meet old daemons
+            self.down()
         self._check()
         packages.fetch(self.home)
         self._configure(settings)
@@ -173,7 +175,7 @@ class Cluster:
             auth=settings.auth,
             auth_info=f"socket={self.home}/run/munge.sock," if settings.auth == "munge" else "",
             plugins=packages.libraries(self.prefix) / "slurm-wlm",
-            first_job_id=1000 * (1 + zlib.crc32(f"{os.getuid()} {self.home}".encode()) % 9999),
+            first_job_id=self._first_job_id(),
             controller_port=ports[0],
             node_port=ports[1],
             nodes="\n".join(nodes),
@@ -181,6 +183,14 @@ class Cluster:
             train_nodes=",".join(n for n in settings.nodes if n.startswith("t")),
             rollout_nodes=",".join(n for n in settings.nodes if n.startswith("r")),
         )
+
+    def _first_job_id(self) -> str:
+        """Drawn once for each new state folder."""
+        file = self.home / "state/first_job_id"
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(str(1000 * (1 + secrets.randbelow(9999))))
+        return file.read_text()
 
     def _gres_conf(self, settings: Settings) -> str:
         lines = ["AutoDetect=off"]

@@ -77,6 +77,12 @@ def decide(now: Situation) -> str:
     return "restart" if faults <= now.max_restarts else "stop"
 
 
+def pause_before_restart(history: tuple[Attempt, ...]) -> float:
+    """Seconds: none after the first fault, then 10, 20, 40, at most 60, for what mends itself (a file system, a port)."""
+    faults = sum(attempt.kind in RESTART for attempt in history)
+    return 0.0 if faults < 2 else min(60.0, 10.0 * 2 ** (faults - 2))
+
+
 def stalled(history: tuple[Attempt, ...]) -> bool:
     """True where the last three attempts brought no new checkpoint."""
     last = history[-ATTEMPTS_WITHOUT_PROGRESS:]

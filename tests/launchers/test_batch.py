@@ -23,6 +23,14 @@ def paths(tmp_path: Path, launch_config, no_slurm) -> RunPaths:
     return found
 
 
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch) -> list[float]:
+    """Seconds that `end` would have slept."""
+    slept: list[float] = []
+    monkeypatch.setattr(batch.time, "sleep", slept.append)
+    return slept
+
+
 def end(paths: RunPaths, attempt: int, code: int = 143, signal: str = "none", **written) -> str:
     paths.launcher_log(attempt).touch()
     if written:
@@ -118,10 +126,11 @@ def test_checkpoints_are_progress(paths):
     assert batch.newest_checkpoint(paths) == 6
 
 
-def test_a_resume_starts_counting_anew(paths):
+def test_a_resume_starts_counting_anew(paths, pauses):
     for number in (1, 2, 3):
         batch.begin(paths.folder)
         end(paths, number, kind="rank_died")
+    assert pauses == [0.0, 10.0]
     assert batch.begin(paths.folder) is None
     paths.job.write_text(json.dumps({"scheduler": "slurm", "first_attempt": 4}))
     assert batch.begin(paths.folder) == "004"

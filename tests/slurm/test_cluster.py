@@ -63,6 +63,16 @@ def test_a_second_cluster_takes_other_ports_and_leaves_nothing(slurm, other):
     assert not other.down()
 
 
+def test_up_mends_a_cluster_that_has_lost_a_daemon(other):
+    settings = Settings(train_nodes=1, rollout_nodes=1)
+    other.up(settings)
+    other._daemon("slurmd-t0").stop()
+    assert other.up(settings)
+    assert other.say("sinfo", "-hN", "-p", "all", "-o", "%N %t").split("\n") == ["r0 idle", "t0 idle", ""]
+    assert not other.up(settings)
+    other.down()
+
+
 def test_a_daemon_that_does_not_start_shows_its_log_and_nothing_stays(other, monkeypatch):
     write = Cluster._slurm_conf
     monkeypatch.setattr(Cluster, "_slurm_conf", lambda self, s, p: write(self, s, p).replace("cons_tres", "nonsense"))
