@@ -99,7 +99,9 @@ class Checkpoints:
         return None
 
     def _prune(self) -> None:
-        for folder in list(_newest_first(self.paths.checkpoints))[self.keep :]:
+        """Remove old ones, and what attempts that ended while saving left behind."""
+        unfinished = self.paths.checkpoints.glob(".step-*")
+        for folder in [*list(_newest_first(self.paths.checkpoints))[self.keep :], *unfinished]:
             shutil.rmtree(folder)
 
 
@@ -128,14 +130,14 @@ def _sum(file: Path) -> tuple[int, int]:
 
 
 def _commit(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
-    """Make everything durable, manifest last, then rename. A folder of the same version (of an attempt that ended before its
-    next step) is replaced."""
+    """Make everything durable, manifest last, then rename. A folder of the same version is moved aside, to be pruned."""
     for name in manifest["files"]:
         _sync(partial / name)
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
     _sync(partial / MANIFEST)
     _sync(partial)
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        folder.rename(folder.with_name(f".{folder.name}.old"))
     partial.rename(folder)
     _sync(folder.parent)
 

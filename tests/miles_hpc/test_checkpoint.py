@@ -57,11 +57,12 @@ def test_the_newest_is_resumed_and_only_the_newest_are_kept(checkpoints, paths):
     assert sorted(p.name for p in paths.checkpoints.iterdir()) == ["step-000010", "step-000100"]
 
 
-def test_the_same_version_may_be_saved_again(checkpoints):
+def test_the_same_version_may_be_saved_again(checkpoints, paths):
     checkpoints.save(Counter(1), 5)
     checkpoints.save(Counter(2), 5)
     state = Counter()
     assert (checkpoints.resume(state), state.value) == (5, 2)
+    assert [p.name for p in paths.checkpoints.iterdir()] == ["step-000005"]
 
 
 def _flip(folder):
@@ -102,7 +103,9 @@ def test_an_unfinished_save_leaves_the_previous_one(checkpoints, paths):
         checkpoints.save(broken, 2)
     state = Counter()
     assert checkpoints.resume(state) == 1
-    checkpoints.save(Counter(3), 2)  # what the failed attempt left is no obstacle
+    (paths.checkpoints / ".step-000009.partial").mkdir()  # left by an attempt that was killed
+    checkpoints.save(Counter(3), 2)
+    assert not list(paths.checkpoints.glob(".*"))
     assert checkpoints.resume(state) == 2
     assert state.value == 3
 

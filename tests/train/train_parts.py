@@ -121,7 +121,7 @@ def run_steps(made: Any, steps: int = 3, data: Samples | None = None, **shape: A
         "metrics": [r.metrics for r in results],
         "own": [r.own for r in results],
         "log_probs": [r.train_log_probs for r in results],
-        "weights": {name: tensor.clone() for name, tensor in made.weights()},
+        "weights": {name: tensor.to("cpu", copy=True) for name, tensor in made.weights()},
     }
 
 
@@ -132,7 +132,8 @@ def in_ranks(jobs: list[dict[str, Any]], size: int, folder: Path, timeout: float
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent), "GLOO_SOCKET_IFNAME": "lo"}
+    path = [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parent)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path), "GLOO_SOCKET_IFNAME": "lo"}
     logs = [(folder / f"rank-{rank}.log").open("w+") for rank in range(size)]
     ranks = [
         subprocess.Popen(
