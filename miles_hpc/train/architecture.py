@@ -11,6 +11,7 @@ from miles_hpc.errors import ModelError
 from miles_hpc.train import convert
 
 SUPPORTED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -45,6 +46,9 @@ def _unsupported(config: Any) -> str:
         return "use_sliding_window is not supported"
     if config.hidden_act != "silu":
         return f"hidden_act = {config.hidden_act!r} is not supported; supported: silu"
+    rope = config.rope_parameters
+    if rope.get("rope_type", "default") not in ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return f"rope_parameters = {rope} is not supported; supported: whole heads, rope_type {', '.join(ROPE_TYPES)}"
     return ""
 
 

@@ -14,6 +14,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from miles_hpc.train.convert import head_dim
+
 
 @dataclass
 class Packed(PackedSeqParams):
@@ -54,8 +56,6 @@ class Rotary:
 
 def _frequencies(config: Any) -> tuple[Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    from miles_hpc.train.convert import head_dim
 
     parameters = config.rope_parameters
     kind = parameters.get("rope_type", "default")

@@ -11,7 +11,7 @@ COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 NOT_COPIED = "model.safetensors.index.json"
 
 
-def export(folder: Path, source: Path, tensors: Iterator[tuple[str, Tensor]], writes: bool) -> None:
+def write(folder: Path, source: Path, tensors: Iterator[tuple[str, Tensor]], writes: bool) -> None:
     """Write `tensors` with the configuration and tokenizer of `source`.
 
     Args:
@@ -31,11 +31,11 @@ def export(folder: Path, source: Path, tensors: Iterator[tuple[str, Tensor]], wr
         for file in source.glob(pattern):
             if file.name != NOT_COPIED:
                 shutil.copyfile(file, partial / file.name)
-    _write(partial / "model.safetensors", tensors)
+    _tensors(partial / "model.safetensors", tensors)
     _replace(partial, folder)
 
 
-def _write(file: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+def _tensors(file: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
     from safetensors.torch import save_file
 
     # Copies: parameters may be views of one buffer, which safetensors refuses.

@@ -78,13 +78,12 @@ class Policy:
         dtype: of weights and activations.
         groups: of ranks.
         length: longest sequence, in tokens.
-        temperature: logits are divided by it, as the sampler does.
     """
 
-    def __init__(self, config: Any, dtype: torch.dtype, groups: Groups, length: int, temperature: float) -> None:
+    def __init__(self, config: Any, dtype: torch.dtype, groups: Groups, length: int) -> None:
         from miles_hpc.train.attention import Rotary
 
-        self.config, self.groups, self.temperature = config, groups, temperature
+        self.config, self.groups = config, groups
         self.core_config = architecture.transformer_config(config, dtype, groups.tensor.size(), groups.expert.size())
         self.module: Any = build(config, self.core_config, length)
         self.rotary = Rotary(config, length, device.device())
@@ -99,16 +98,20 @@ class Policy:
         self.wrapped = DistributedDataParallel(self.core_config, options, self.module)
         return self.wrapped
 
-    def log_probs(self, pack: Pack) -> tuple[Tensor, Tensor]:
+    def log_probs(self, pack: Pack, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Log-probability of each answer token and entropy of the distribution it was drawn from.
+
+        Args:
+            pack: micro-batch.
+            temperature: logits are divided by it, as the sampler does.
 
         Returns:
             [answer tokens] float32 with gradient where enabled, [answer tokens] float32 in nats.
         """
         logits = self.wrapped(pack.tokens, None, None, packed_seq_params=self._packed(pack))[0]
         logits, first = self._own_vocabulary(logits[pack.before].float())
-        if self.temperature != 1.0:
-            logits = logits / self.temperature
+        if temperature != 1.0:
+            logits = logits / temperature
         return log_probs_and_entropy(logits, pack.targets, first, self.groups.tensor)
 
     def logits(self, pack: Pack) -> Tensor:

@@ -9,6 +9,7 @@ from miles_hpc import device
 from miles_hpc.samples.schema import Samples
 from miles_hpc.train.loss import PolicyLoss
 from miles_hpc.train.megatron import Groups
+from miles_hpc.train.packing import spans
 
 SUMS = ("loss", "kl", "clip_fraction", "entropy", "scored", "difference", "answers", "tokens", "trained_tokens")
 
@@ -37,8 +38,6 @@ class Meter:
 
     def compare(self, samples: Samples, own: np.ndarray, log_probs: np.ndarray) -> None:
         """Distance between the log-probabilities of trainer and sampler, over this rank's answer tokens."""
-        from miles_hpc.train.packing import spans
-
         index = spans(samples.offsets[own], samples.lengths[own])
         answers = index[samples.loss_mask[index] != 0]
         distance = np.abs(log_probs[answers].astype(np.float64) - samples.rollout_log_probs[answers])

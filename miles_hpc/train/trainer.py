@@ -15,12 +15,12 @@ from miles_hpc import device
 from miles_hpc.config import Config
 from miles_hpc.errors import Diverged
 from miles_hpc.samples.schema import Samples
-from miles_hpc.train import architecture, optimizer, schedule, state, weights
+from miles_hpc.train import architecture, export, optimizer, schedule, state, weights
 from miles_hpc.train.loss import policy_loss, token_weights
 from miles_hpc.train.megatron import Groups, Policy, join, leave
 from miles_hpc.train.metrics import Meter
 from miles_hpc.train.optimizer import AdamW
-from miles_hpc.train.packing import Demonstrations, Pack, Sequences, pack
+from miles_hpc.train.packing import Demonstrations, Pack, Sequences, pack, spans
 
 WARM_START = AdamW(lr=2e-3, weight_decay=0.01)
 
@@ -89,7 +89,7 @@ class Trainer:
         self.warm = False
 
     def _policy(self) -> Policy:
-        return Policy(self.model_config, self.dtype, self.groups, self.length, self.temperature)
+        return Policy(self.model_config, self.dtype, self.groups, self.length)
 
     @property
     def replicas(self) -> int:
@@ -150,7 +150,7 @@ class Trainer:
     def _score(self, policy: Policy, samples: Samples, shares: list[np.ndarray], into: np.ndarray, meter: Meter | None) -> None:
         """Log-probabilities without gradient, written to their places in the flat array."""
         for batch in self._packs(samples, shares):
-            log_probs, entropy = policy.log_probs(batch)
+            log_probs, entropy = policy.log_probs(batch, self.temperature)
             into[batch.flat] = log_probs.cpu().numpy()
             if meter:
                 meter.entropy(entropy)
@@ -175,7 +175,7 @@ class Trainer:
         token_weight = self._token_weights(samples.answer_lengths, np.concatenate(shares))
         self._zero_grad()
         for batch in self._packs(samples, shares):
-            new, entropy = self.policy.log_probs(batch)
+            new, entropy = self.policy.log_probs(batch, self.temperature)
             terms = policy_loss(
                 new,
                 _at(samples.rollout_log_probs, batch.flat),
@@ -299,9 +299,7 @@ class Trainer:
 
     def export(self, folder: Path) -> None:
         """Write the policy as a Hugging Face checkpoint that transformers loads. `folder` appears whole or not at all."""
-        from miles_hpc.train.export import export
-
-        export(folder, self.folder, self.weights(), self.rank == 0)
+        export.write(folder, self.folder, self.weights(), self.rank == 0)
         dist.barrier()
 
     def close(self) -> None:
@@ -309,8 +307,6 @@ class Trainer:
 
 
 def _flat(sequences: Sequences, indices: np.ndarray) -> np.ndarray:
-    from miles_hpc.train.packing import spans
-
     return spans(sequences.offsets[indices], np.diff(sequences.offsets)[indices])
 
 

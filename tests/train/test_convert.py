@@ -13,6 +13,10 @@ VARIANTS = {
     "moe_unnormalised": ("moe", {"norm_topk_prob": False}),
     "moe_partly_dense": ("moe", {"mlp_only_layers": [0]}),
     "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3_yarn": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}},
+    ),
     "llama_untied_scaled": (
         "llama",
         {

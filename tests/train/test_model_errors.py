@@ -30,6 +30,7 @@ REFUSED = {
     ),
     "model_type": (lambda c: c.update(model_type="nonesuch"), "supported: Qwen3ForCausalLM"),
     "bias": (lambda c: c.update(attention_bias=True), "attention_bias"),
+    "rotary positions": (lambda c: c["rope_parameters"].update(rope_type="dynamic", factor=2.0), "rope_type default, linear"),
     "activation": (lambda c: c.update(hidden_act="gelu"), "hidden_act = 'gelu'"),
 }
 

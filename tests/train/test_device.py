@@ -1,0 +1,49 @@
+"""The stand-in for `torch.cuda` on a machine without it."""
+
+import pytest
+import torch
+
+from miles_hpc import device
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA needs no stand-in")
+
+
+@pytest.fixture(autouse=True)
+def installed():
+    assert device.install() and device.install()  # twice changes nothing more
+
+
+def test_cuda_stays_unavailable():
+    assert not torch.cuda.is_available()
+    assert (device.backend(), device.device()) == ("gloo", device.CPU)
+
+
+def test_cuda_literals_mean_the_cpu():
+    for where in ("cuda", "cuda:0", torch.device("cuda"), torch.cuda.current_device()):
+        assert torch.zeros(2, device=where).device == device.CPU
+        assert torch.ones(2).to(where).device == device.CPU
+    assert torch.empty(2, pin_memory=True).cuda().pin_memory().device == device.CPU
+
+
+def test_other_arguments_pass_through():
+    assert torch.ones(2).to(torch.float64).dtype == torch.float64
+    assert torch.ones(2).type(torch.int32).dtype == torch.int32
+    assert torch.ones(2).type() == "torch.cuda.FloatTensor"  # what megatron's optimizers compare with
+
+
+def test_random_states_are_the_cpus():
+    torch.manual_seed(3)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(3)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+    torch.cuda.manual_seed(3)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_streams_and_events_do_nothing():
+    with torch.cuda.stream(torch.cuda.Stream()) as _:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event()
+        start.record()
+        end.record()
+    assert start.elapsed_time(end) >= 0
