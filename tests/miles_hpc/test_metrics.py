@@ -1,7 +1,8 @@
 """Journals, the clock, and the figures of a step."""
 
 import json
-import multiprocessing
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,20 +33,20 @@ def samples(rewards: list[float], **changes) -> Samples:
     return Samples(**(fields | changes))
 
 
-def append_many(file, name):
-    journal = metrics.Journal(file)
-    for i in range(50):
-        journal.append({"who": name, "i": i, "filler": "x" * 500}, {"who": name, "i": i, "second": True})
+APPEND_MANY = """
+import sys
+from pathlib import Path
+from miles_hpc.metrics import Journal
+journal, name = Journal(Path(sys.argv[1])), sys.argv[2]
+for i in range(50):
+    journal.append({"who": name, "i": i, "filler": "x" * 500}, {"who": name, "i": i, "second": True})
+"""
 
 
 def test_journal_lines_of_two_processes_stay_whole(tmp_path):
     file = tmp_path / "events.jsonl"
-    context = multiprocessing.get_context("spawn")
-    writers = [context.Process(target=append_many, args=(file, name)) for name in "ab"]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join(60)
+    writers = [subprocess.Popen([sys.executable, "-c", APPEND_MANY, file, name]) for name in "ab"]
+    assert [writer.wait(60) for writer in writers] == [0, 0]
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(lines) == 200
     assert [line["i"] for line in lines if line["who"] == "a" and "second" not in line] == list(range(50))
