@@ -138,6 +138,8 @@ def _environment(train: Component, rollout: Component, site: Site):
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "HDF5_USE_FILE_LOCKING": "FALSE",
+        # MPICH's ucx sends 4 KB of heap beyond its address through PMI2, which now and then breaks the start (decisions/008)
+        "MPIR_CVAR_CH4_NETMOD": "ofi",
     }.items()
     if not train.gpus_per_node and not rollout.gpus_per_node:
         yield "SGLANG_USE_CPU_ENGINE", "1"

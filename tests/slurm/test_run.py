@@ -1,0 +1,149 @@
+"""The whole product on real parts: miles-submit, Slurm, one MPI world, SGLang, Megatron-core, HDF5, TensorBoard.
+
+One small run, one of whose ranks is killed once on the way; every test looks at what it left.
+"""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from miles_hpc.launchers import audit, cli, report, state
+from miles_hpc.paths import RunPaths
+from miles_hpc.samples import store
+
+pytestmark = [pytest.mark.slurm, pytest.mark.engine]
+STEPS = 4
+TOML = """\
+run = { name = "small", steps = 4, seed = 3 }
+model = { source = "miles_hpc.examples.arithmetic:model", context_length = 64 }
+data = { prompts = "miles_hpc.examples.arithmetic:prompts", eval = "miles_hpc.examples.arithmetic:prompts" }
+warm_start = { data = "miles_hpc.examples.arithmetic:demonstrations", steps = 60 }
+eval = { prompts = 16, every_steps = 2 }
+checkpoint = { every_steps = 1, keep = 2 }
+train = { lr = 1e-3, mini_batches = 2 }
+slurm = { time_minutes = 15 }
+
+[rollout]
+prompts_per_step = 8
+samples_per_prompt = 4
+max_new_tokens = 20
+flush_groups = 4
+reward = "beside:reward"
+"""
+REWARD = """\
+def reward(prompt, answer, label, metadata):
+    return {"reward": float(answer.count("=") == 3), "length": float(len(answer))}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(cluster, tmp_path_factory) -> Iterator[RunPaths]:
+    """Submit; kill the training rank once it has trained step 1; wait for the end."""
+    folder = tmp_path_factory.mktemp("a run")
+    (folder / "job.toml").write_text(TOML)
+    (folder / "beside.py").write_text(REWARD)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in cluster.exports().items():
+            patch.setenv(name, value)
+        patch.chdir(folder)
+        assert cli.main(["run", "job.toml"]) == 0
+        paths = RunPaths(folder / "runs/small-000")
+        wait(paths, lambda: any(e["event"] == "step" and e["step"] == 1 for e in events(paths)))
+        os.kill(json.loads(paths.heartbeat(0).read_text())["pid"], signal.SIGKILL)
+        wait(paths, lambda: state.state_of(paths.folder).ended)
+        yield paths
+
+
+def wait(paths: RunPaths, reached, seconds: float = 420) -> None:
+    end = time.monotonic() + seconds
+    while not reached():
+        now = state.state_of(paths.folder)
+        assert time.monotonic() < end and not (now.ended and now.word != "done"), f"{now}\n{logs(paths)}"
+        time.sleep(0.2)
+
+
+def events(paths: RunPaths) -> list[dict]:
+    return [json.loads(line) for line in paths.events.read_text().splitlines()] if paths.events.exists() else []
+
+
+def logs(paths: RunPaths) -> str:
+    return "\n".join(f"== {file}\n{file.read_text()[-3000:]}" for file in sorted(paths.attempts.glob("*/*.log")))
+
+
+def test_the_run_survives_the_death_of_a_rank(run):
+    now = state.state_of(run.folder)
+    assert (now.word, now.exit_code, now.attempt) == ("done", 0, 2)
+    first = json.loads(run.verdict(1).read_text())
+    assert (first["kind"], first["role"], first["rank"], first["signal"]) == ("rank_died", "train", 0, signal.SIGKILL)
+
+
+def test_the_second_attempt_goes_on_where_the_first_ended(run):
+    starts = [(e["attempt"], e["step"]) for e in events(run) if e["event"] == "start"]
+    assert starts[0] == (1, 0) and starts[1][0] == 2 and starts[1][1] in (1, 2)
+    assert [e["event"] for e in events(run)].count("warm_start") == 1
+
+
+def test_nothing_is_lost_or_generated_twice(run):
+    for step in range(STEPS):
+        shards = [store.read(shard) for shard in store.on_disk(run, step)]
+        ids = np.concatenate([shard.prompt_ids for shard in shards])
+        assert sorted(np.unique(ids, return_counts=True)[1]) == [4] * 8
+    assert audit.audit(run.folder) == 0
+
+
+def test_the_report_counts_what_is_on_disk(run, capsys):
+    assert report.report(run.folder, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["state"], told["steps"], told["attempts"]) == ("done", STEPS, 2)
+    assert (told["samples"], told["prompts_lost"], told["prompts_duplicated"]) == (STEPS * 32, 0, 0)
+    assert 0 < told["logp_abs_diff_max"] < 1e-3
+    assert told["weight_sync_gb_per_s"] > 0 and told["rollout_tokens_per_s"] > 0 and told["train_tokens_per_s"] > 0
+
+
+def test_trainer_and_sampler_agree_after_every_update(run):
+    steps = [e for e in events(run) if e["event"] == "step"]
+    assert all(e["metrics"]["train/logp_abs_diff_max"] < 1e-3 for e in steps)
+    assert all(e["metrics"]["train/grad_norm"] > 0 for e in steps if e["metrics"]["groups/zero_variance"] < 1)
+    versions = [set(store.read(s).weight_versions) - {-1} for step in range(STEPS) for s in store.on_disk(run, step)]
+    assert set.union(*versions) == set(range(STEPS))
+
+
+def test_engine_digests_were_compared_at_every_sync(run):
+    syncs = [e for e in events(run) if e["event"] == "sync"]
+    assert {e["version"] for e in syncs} == set(range(STEPS + 1))
+    assert all(e["digests"] > 20 and e["bytes"] > 2_000_000 for e in syncs)
+
+
+def test_tensorboard_holds_every_step_of_both_roles(run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for role, tag in (("train", "reward/mean"), ("train", "reward/length"), ("rollout", "engine/tokens_per_s")):
+        board = EventAccumulator(str(run.tensorboard(role)))
+        board.Reload()
+        assert [point.step for point in board.Scalars(tag)] == list(range(STEPS)), (role, tag)
+        assert "eval/reward" in board.Tags()["scalars"] or role == "rollout"
+
+
+def test_held_out_prompts_were_scored_first_last_and_between(run):
+    scored = {e["step"]: e for e in events(run) if e["event"] == "eval"}
+    assert sorted(scored) == [0, 2, 4] and all(e["prompts"] == 16 for e in scored.values())
+
+
+def test_old_checkpoints_are_gone_and_the_export_loads(run):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-000003", "step-000004"]
+    model = AutoModelForCausalLM.from_pretrained(run.export, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(run.export, local_files_only=True)
+    assert model.config.num_experts == 8 and tokenizer.decode(tokenizer.encode("1 + 2 =")) == "1 + 2 ="
+
+
+def test_no_process_is_left(run):
+    left = [process / "cmdline" for process in Path("/proc").iterdir() if process.name.isdigit()]
+    assert not [p for p in left if p.exists() and str(run.folder).encode() in p.read_bytes()]
