@@ -5,12 +5,14 @@ announced over MPI; a folder is listed only at a restart. HDF5's own file locks 
 refuse them.
 """
 
+import io
 import os
 import re
 import time
 import uuid
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +106,10 @@ def _commit(
     final: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[str, list[str]], attributes: Mapping[str, int]
 ) -> None:
     temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
-    image = _image(arrays, {name: [_storable(text) for text in values] for name, values in texts.items()}, attributes)
     try:
-        with temporary.open("xb", buffering=0) as file:
-            rest = memoryview(image)
-            while rest:
-                rest = rest[file.write(rest) :]
-            os.fsync(file.fileno())
+        with _Sink(temporary, "x+") as sink:
+            _fill(sink, arrays, {name: [_storable(text) for text in values] for name, values in texts.items()}, attributes)
+            sink.settle()
         temporary.rename(final)
         _fsync(final.parent)
     except OSError as error:
@@ -118,19 +117,47 @@ def _commit(
         raise _refused(error, final) from error
 
 
-def _image(arrays: Mapping[str, np.ndarray], texts: Mapping[str, list[str]], attributes: Mapping[str, int]) -> bytes:
-    """The bytes of the HDF5 file. Made in memory: HDF5 writes in small pieces and cannot close a file on a full disk."""
-    # Room for everything at once (texts: heap overhead, more than a byte per character), or HDF5 copies at every growth.
-    characters = sum(len(text) for strings in texts.values() for text in strings)
-    block = (1 << 16) + sum(values.nbytes for values in arrays.values()) + 2 * characters
-    with h5py.File(uuid.uuid4().hex, "w", driver="core", backing_store=False, block_size=block) as file:
-        file.attrs.update({**attributes, "crc32": _checksum(arrays, texts)})
-        for name, values in arrays.items():
-            file.create_dataset(name, data=values)
-        for name, strings in texts.items():
-            file.create_dataset(name, data=strings, dtype=h5py.string_dtype())
-        file.flush()
-        return file.id.get_file_image()
+class _Sink(io.FileIO):
+    """A file under HDF5 that keeps the first error of the disk to itself: HDF5 cannot close a file that it cannot write."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        try:
+            while rest and not self.error:
+                rest = rest[super().write(rest) :]
+        except OSError as error:
+            self.error = error
+        return size
+
+    def truncate(self, size: int | None = None, /) -> int:
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self.error = self.error or error
+            return size or 0
+
+    def settle(self) -> None:
+        """Raise what the disk said, or make the bytes durable."""
+        if self.error:
+            raise self.error
+        os.fsync(self.fileno())
+
+
+def _fill(sink: _Sink, arrays: Mapping[str, np.ndarray], texts: Mapping[str, list[str]], attributes: Mapping[str, int]) -> None:
+    try:
+        # The checksum costs as much as the write; both let go of the interpreter lock.
+        with ThreadPoolExecutor(1) as pool, h5py.File(sink, "w") as file:
+            checksum = pool.submit(_checksum, arrays, texts)
+            for name, values in arrays.items():
+                file.create_dataset(name, data=values)
+            for name, strings in texts.items():
+                file.create_dataset(name, data=strings, dtype=h5py.string_dtype())
+            file.attrs.update({**attributes, "crc32": checksum.result()})
+    except (OSError, RuntimeError) as error:
+        raise sink.error or error from None
 
 
 def _refused(error: OSError, where: Path) -> SampleError:
