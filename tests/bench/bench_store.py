@@ -1,6 +1,7 @@
 """Sample store against a raw write (fsync, rename, fsync of the folder) and a raw read of the same bytes, taking turns.
 
-The budget of a write: the raw write at 80 % of its speed and 0.02 ms per sample. Medians; `spread` is the interquartile range over the median. Reading is from the page cache on both sides.
+The budget of a write: the raw write at 80 % of its speed, and 0.02 ms per sample. Medians; `spread` is the interquartile range
+over the median. Reading is from the page cache on both sides.
 """
 
 import os
@@ -17,12 +18,7 @@ from miles_hpc.paths import RunPaths
 from miles_hpc.samples import store
 from miles_hpc.samples.schema import Samples
 
-CASES = {
-    "64 x 40 tokens": (64, 40),
-    "512 x 40 tokens": (512, 40),
-    "512 x 1,024 tokens": (512, 1024),
-    "512 x 8,192 tokens": (512, 8192),
-}
+SIZES = ((64, 40), (512, 40), (512, 1024), (512, 8192))
 REPEATS = 15
 
 
@@ -49,7 +45,10 @@ def samples(count: int, tokens: int) -> Samples:
 def run() -> list[dict[str, Any]]:
     """One row per case."""
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-        return [_case(name, samples(*size), RunPaths(Path(folder) / str(i))) for i, (name, size) in enumerate(CASES.items())]
+        return [
+            _case(f"{n} x {tokens:,} tokens", samples(n, tokens), RunPaths(Path(folder) / f"{n}-{tokens}"))
+            for n, tokens in SIZES
+        ]
 
 
 def _case(name: str, data: Samples, paths: RunPaths) -> dict[str, Any]:
