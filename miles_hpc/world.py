@@ -4,8 +4,10 @@ Training ranks come first. The role is told by the launcher, never guessed from 
 in all of them. Every wait polls, so that a rank can beat its heart and note a signal; every wait has a deadline.
 """
 
+import atexit
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from miles_hpc.errors import DeadlineExceeded, WorldError
 PROBE_BYTES = 8 << 20  # large enough to leave MPI's eager path, where a half-working fabric shows
 PROBE_SECONDS = 120.0
 POLL_SECONDS = 0.002
+PROGRESS_SECONDS = 0.005
 
 
 @dataclass
@@ -126,6 +129,7 @@ def connect(role: str, expected: int, poll: Callable[[], None]) -> World:
     from mpi4py import MPI  # here, not above: children that SGLang spawns import this module again and must not start MPI
 
     comm = MPI.COMM_WORLD
+    _keep_moving(comm)
     if comm.size != expected:
         raise WorldError(
             f"the MPI world has {comm.size} ranks, the launcher started {expected}",
@@ -142,6 +146,28 @@ def connect(role: str, expected: int, poll: Callable[[], None]) -> World:
         raise WorldError(f"{len(world.train)} train and {len(world.rollout)} rollout ranks: both roles are needed")
     world.role_comm = comm.Split(color=int(role == "rollout"), key=comm.rank)
     return world
+
+
+def _keep_moving(comm: Any) -> None:
+    """Look for messages from a thread of its own until the interpreter ends.
+
+    MPI sends only while somebody is inside MPI. A rank that says "join me" and then blocks in a NCCL or gloo call would leave
+    its word in a buffer for ever (seen with MPICH over libfabric and ucx between nodes).
+    """
+    own, over = comm.Dup(), threading.Event()
+
+    def look() -> None:
+        while not over.wait(PROGRESS_SECONDS):
+            own.Iprobe()
+
+    thread = threading.Thread(target=look, name="mpi-progress", daemon=True)
+    thread.start()
+
+    def stop() -> None:
+        over.set()
+        thread.join()
+
+    atexit.register(stop)
 
 
 def _probe(world: World) -> None:

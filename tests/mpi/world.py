@@ -22,7 +22,8 @@ def talk(world: World, polls: list[int]) -> None:
         raise AssertionError("a wait without an end")
     assert polls
     world.barrier()
-    print(f"rank {world.rank} {world.role} {world.role_rank}/{world.role_size} {world.train} {world.rollout} {world.address}")
+    who = f"{world.role} {world.role_rank}/{world.role_size} {world.train} {world.rollout}"
+    sys.stdout.write(f"rank {world.rank} {who} {world.address}\n")  # one write: the ranks share this file
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
     try:
         world = connect("train" if mode == "one-role" else role, int(size), lambda: polls.append(1))
     except MilesError as error:
-        print(f"refused: {error}", flush=True)
+        sys.stdout.write(f"refused: {error}\n")
         return
     talk(world, polls)
 
