@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `make demo`: requirements/demo.sh TOML. Uses the Slurm that is there, else a private one, else mpiexec.
+# `make demo`: requirements/demo.sh TOML. The watched run ends with its report; a picture follows. Uses the Slurm that is there, else a private one, else mpiexec.
 set -euo pipefail
 
 example=$1
@@ -21,6 +21,6 @@ fi
 outcome=0
 miles-submit run "$example" --set run.folder="$run" --watch "${how[@]}" || outcome=$?
 [ -e "$run/config.toml" ] || exit "$outcome"
-miles-submit report "$run"
-python -m miles_hpc.launchers.plot "$run"
+# A run that failed before its first step has no picture; its own exit code is what counts.
+python -m miles_hpc.launchers.plot "$run" || [ "$outcome" -ne 0 ]
 exit "$outcome"
