@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# `make demo`: requirements/demo.sh TOML. The watched run ends with its report; a picture follows. Uses the Slurm that is there, else a private one, else mpiexec.
+# `make demo`: requirements/demo.sh TOML. Uses the Slurm that is there, else a private one, else mpiexec.
+# The watched run ends with its report; a picture follows.
 set -euo pipefail
 
 example=$1
