@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from miles_hpc import device
 from miles_hpc.launchers import audit, cli, report, state
 from miles_hpc.paths import RunPaths
 from miles_hpc.samples import store
@@ -138,6 +139,7 @@ def test_held_out_prompts_were_scored_first_last_and_between(run):
 def test_old_checkpoints_are_gone_and_the_export_loads(run):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    device.define_torchvision_operators()  # a CUDA build of torchvision beside a CPU build of torch
     assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-000003", "step-000004"]
     model = AutoModelForCausalLM.from_pretrained(run.export, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(run.export, local_files_only=True)
