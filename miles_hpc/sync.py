@@ -241,7 +241,7 @@ class Receiver:
 
     def _compare(self, complete: Complete) -> None:
         # Keys and values of prompts were computed with the old weights.
-        self.engine.call("flush_cache", timeout=self.seconds)
+        self.engine.call("flush_cache", timeout=self.seconds, timeout_s=self.seconds)
         held = self.engine.call("checksum", timeout=self.seconds)[0]
         different = sorted(name for name, value in complete.digests.items() if held.get(name) != value)
         answer = {"different": different, "compared": len(complete.digests)}

@@ -60,7 +60,7 @@ class Engine:
         for name, kind, shape, part in zip(names, kinds, shapes, bucket.split(sizes), strict=True):
             self.held[name] = part.view(kind).view(shape).clone()
 
-    def flush_cache(self) -> None:
+    def flush_cache(self, timeout_s: float) -> None:
         pass
 
     def checksum(self) -> list[dict[str, str]]:
