@@ -46,10 +46,18 @@ class Journal:
     def append(self, *lines: Mapping[str, object]) -> None:
         """Add lines and make them durable."""
         text = "".join(json.dumps(line) + "\n" for line in lines)
-        with self.file.open("a", encoding="utf-8") as stream:
-            stream.write(text)
+        with self.file.open("ab") as stream:
+            if self._torn():
+                text = "\n" + text
+            stream.write(text.encode())
             stream.flush()
             os.fsync(stream.fileno())
+
+    def _torn(self) -> bool:
+        """True if a rank died in the middle of the last line; ours must not become its end."""
+        with self.file.open("rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            return size > 0 and (stream.seek(size - 1), stream.read(1))[1] != b"\n"
 
 
 class Clock:

@@ -47,7 +47,7 @@ def commands() -> list[str]:
     found = set()
     for page in PAGES:
         for text in re.findall(r"`(miles-submit [^`]+)`|^\s*(miles-submit .+)$", page.read_text(), re.M):
-            command = (text[0] or text[1]).split("#")[0].strip()
+            command = re.split(r"#|  ", text[0] or text[1])[0].strip()
             names = re.search(r" (\w+(?:\|\w+)+)", command)
             alternatives = names[1].split("|") if names else [""]
             found |= {command.replace(names[1], name) if names else command for name in alternatives}
@@ -56,7 +56,8 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_every_command_exists(command):
-    words = [word for word in shlex.split(command)[1:] if word not in ("...", "[...]")]
+    words = shlex.split(command)[1:]
+    words = [*words, "--help"] if len(words) == 1 else words
     try:
         cli._parser().parse_args(words)
     except SystemExit as stop:

@@ -60,7 +60,8 @@ class Samples:
     @property
     def answer_lengths(self) -> np.ndarray:
         """[n] int64, answer tokens per sample."""
-        return np.add.reduceat(self.loss_mask.astype(np.int64), self.offsets[:-1]) if len(self) else np.zeros(0, np.int64)
+        before = np.concatenate([[0], np.cumsum(self.loss_mask, dtype=np.int64)])
+        return np.diff(before[self.offsets])
 
     def take(self, indices: Sequence[int] | np.ndarray) -> Self:
         """The samples at `indices`, in that order."""

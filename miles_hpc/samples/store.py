@@ -65,7 +65,10 @@ def write_train(
     arrays = {name: getattr(samples, name) for name in names}
     arrays |= {"train_log_probs": np.asarray(train_log_probs, np.float32), "advantages": np.asarray(advantages, np.float32)}
     final = paths.train_shard(step, rank)
-    final.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _refused(error, final.parent) from error
     _commit(final, arrays, {}, {"step": step, "rank": rank})
     return final
 

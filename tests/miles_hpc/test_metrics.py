@@ -96,3 +96,12 @@ def test_board_replaces_points_of_a_later_attempt(tmp_path):
     found = EventAccumulator(str(folder))
     found.Reload()
     assert [(e.step, e.value) for e in found.Scalars("reward/mean")] == [(0, 1.0), (1, 1.0), (2, 5.0), (3, 5.0)]
+
+
+def test_a_line_cut_by_a_crash_does_not_swallow_the_next(tmp_path):
+    journal = metrics.Journal(tmp_path / "events.jsonl")
+    journal.append({"a": 1})
+    with journal.file.open("a") as file:
+        file.write('{"a": 2, "b')
+    journal.append({"a": 3}, {"a": 4})
+    assert journal.file.read_text().splitlines() == ['{"a": 1}', '{"a": 2, "b', '{"a": 3}', '{"a": 4}']

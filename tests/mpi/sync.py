@@ -92,7 +92,7 @@ def main() -> None:
             receiver = Receiver(world, Engine(mode), 1, "gloo", heartbeat, 60)
             print("going on:", receiver.receive(0), receiver.receive(1), receiver.receive(2), flush=True)
     except MilesError as error:
-        print(f"refused: {error}", flush=True)
+        Path(folder, f"refused-{role}").write_text(str(error))  # what is printed just before an abort may be lost
         world.abort(1)
     world.barrier()
 

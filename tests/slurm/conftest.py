@@ -88,7 +88,7 @@ def submit(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     slurm._cancel_all()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 180.0) -> None:
     """Poll until `condition` holds; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
