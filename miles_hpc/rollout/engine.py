@@ -51,6 +51,7 @@ class EngineHost:
         self._connection: Connection | None = None
         self._ids = itertools.count()
         self._pending: set[int] = set()
+        self._ready = False
 
     @property
     def pid(self) -> int | None:
@@ -74,19 +75,22 @@ class EngineHost:
                 stderr=output,
                 start_new_session=True,
             )
-        self._connection, self._pending = ours, set()
+        self._connection, self._pending, self._ready = ours, set(), False
         self._send("start", self.arguments)
 
     def wait_ready(self, timeout: float | None = None) -> None:
-        """Wait until the engine can generate.
+        """Wait until the engine can generate; at once if it can already.
 
         Raises:
             EngineError: it refused to start (the reason is in the text). EngineDied. DeadlineExceeded.
         """
+        if self._ready:
+            return
         message = self._receive("start-up", timeout or self.timeout)
         if message[0] == "error":
             self._reap()
             raise EngineError(f"the engine did not start:\n{message[2]}", where=self._where())
+        self._ready = True
 
     def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, Output]]:
         """Yield (index in `requests`, output) as answers finish. Leaving the iterator early aborts the rest.
