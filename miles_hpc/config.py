@@ -5,201 +5,18 @@ one that ranks see. Unknown keys are refused with the nearest valid names. Nothi
 """
 
 import difflib
-import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 
 from miles_hpc.errors import ConfigError
+from miles_hpc.sections import Checkpoint, Component, Data, Eval, Model, Rollout, Run, Section, Slurm, Train, WarmStart, is_edge
 
-Edge = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
-PositiveInt = Annotated[int, Field(ge=1)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
-
-
-class Run(Section):
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-    """Name of the run; letters, digits, `.`, `_`, `-`."""
-    steps: PositiveInt
-    """Number of rollout-and-train steps."""
-    folder: str = ""
-    """The run's own folder; empty: `runs/<name>-NNN` below the current folder."""
-    seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of prompt order, sampling noise and initial weights."""
-    numerics: Literal["native"] = "native"
-    """`native`: each side uses its fastest operations."""
-    placement: Literal["split"] = "split"
-    """`split`: training nodes and rollout nodes are two components of one heterogeneous job."""
-    edges_folder: str = ""
-    """Folder of the TOML file, appended to the ranks' `sys.path`; filled in by the launcher."""
-
-
-class Model(Section):
-    path: str = ""
-    """Folder of a Hugging Face checkpoint (Qwen3, Qwen3-MoE, Llama); relative to the TOML file."""
-    source: Edge | Literal[""] = ""
-    """Function `(folder: Path, seed: int) -> None` that writes the checkpoint if `path` (default `<run>/model`) is missing."""
-    context_length: PositiveInt = 1024
-    """Longest sequence, prompt and answer together, in tokens."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights and activations in both trainer and engine."""
-
-    @model_validator(mode="after")
-    def _somewhere(self):
-        if not self.path and not self.source:
-            raise ValueError("one of model.path and model.source is needed")
-        return self
-
-
-class Data(Section):
-    prompts: str
-    """Training prompts: a .jsonl or .parquet file (relative to the TOML file), or an edge `module:function`."""
-    eval: str = ""
-    """Held-out prompts, same forms; empty: no evaluation."""
-    prompt_column: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages (`role`, `content`)."""
-    label_column: str = "label"
-    """Column with what the reward compares with; may be absent from the file if the reward needs none."""
-    metadata_column: str = "metadata"
-    """Column with anything else the reward wants (a mapping); may be absent."""
-    chat: bool = False
-    """Render prompts with the tokenizer's chat template (a plain string becomes one user message)."""
-
-
-class Rollout(Section):
-    prompts_per_step: PositiveInt
-    """Prompts (groups) per step."""
-    samples_per_prompt: PositiveInt
-    """Samples per prompt, the size of a group."""
-    max_new_tokens: PositiveInt
-    """Longest answer in tokens."""
-    reward: Edge
-    """Function `(prompt, answer, label, metadata) -> float` or `-> dict` with a key `reward`."""
-    reward_error: Literal["fail", "drop"] = "fail"
-    """A reward that raises or is not finite: end the run naming the sample, or drop its group and count it."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature."""
-    staleness: Annotated[int, Field(ge=0, le=1)] = 0
-    """Steps by which the sampler's weights may lag: 0 on policy, 1 generates the next step while training."""
-    flush_groups: PositiveInt = 64
-    """Finished groups per sample shard."""
-    kv_cache_tokens: PositiveInt = 16384
-    """Tokens of key-value cache per engine."""
-    max_running_requests: PositiveInt = 128
-    """Sequences decoded together per engine."""
-    tensor_parallel: PositiveInt = 1
-    """GPUs per engine."""
-    timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """Longest time between two answers of an engine, start-up included."""
-
-
-class Train(Section):
-    lr: Annotated[float, Field(ge=0)]
-    """Peak learning rate; 0 freezes the policy."""
-    lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps of linear warm-up, counted in rollout steps."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW's first-moment decay."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """AdamW's second-moment decay."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """AdamW's decoupled weight decay."""
-    clip_grad: Annotated[float, Field(gt=0)] = 1.0
-    """Largest global gradient norm."""
-    mini_batches: PositiveInt = 1
-    """Optimizer steps per rollout step."""
-    micro_batch_tokens: PositiveInt = 8192
-    """Most tokens in one packed forward and backward per rank."""
-    clip_low: Annotated[float, Field(gt=0)] = 0.2
-    """PPO clip of the ratio below 1."""
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
-    """PPO clip of the ratio above 1."""
-    kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the KL penalty (k3) to the initial policy; 0: no reference model is kept."""
-    advantage: Literal["group_std", "group_mean"] = "group_std"
-    """`group_std`: (r - mean) / std within the group (GRPO); `group_mean`: r - mean (Dr.GRPO)."""
-    loss_mean: Literal["token", "sequence"] = "token"
-    """Mean over all tokens of the mini-batch, or over sequences of their token means."""
-    tensor_parallel: PositiveInt = 1
-    """Ranks that share each layer."""
-    expert_parallel: PositiveInt = 1
-    """Ranks that share the experts of an MoE layer."""
-
-
-class WarmStart(Section):
-    data: Edge
-    """Function `(seed: int, count: int) -> list[tuple[str, str]]`: prompts and demonstrated answers."""
-    steps: PositiveInt
-    """Supervised optimizer steps before the first rollout."""
-    lr: Annotated[float, Field(gt=0)] = 2e-3
-    """Peak learning rate of AdamW (20 steps of linear warm-up, weight decay 0.01)."""
-    batch_size: PositiveInt = 64
-    """Demonstrations per step."""
-
-
-class Eval(Section):
-    every_steps: Annotated[int, Field(ge=0)] = 0
-    """Evaluate every n steps besides before the first and after the last; 0: only these two."""
-    prompts: PositiveInt = 256
-    """Held-out prompts used, from the start of `data.eval`."""
-
-
-class Checkpoint(Section):
-    every_steps: PositiveInt = 10
-    """Save every n steps, and after the last."""
-    keep: PositiveInt = 2
-    """Newest checkpoints kept."""
-
-
-class Component(Section):
-    nodes: PositiveInt = 1
-    """Nodes."""
-    ranks_per_node: PositiveInt = 1
-    """MPI ranks per node: one per GPU in training, one per engine in rollout."""
-    gpus_per_node: Annotated[int, Field(ge=0)] = 0
-    """GPUs per node; 0: CPU only."""
-    cpus_per_rank: PositiveInt = 1
-    """CPU cores per rank."""
-    memory_gb: Annotated[int, Field(ge=0)] = 0
-    """Memory per node in GB; 0: the partition's default."""
-    partition: str = ""
-    """Slurm partition; empty: the site profile's, then Slurm's default."""
-    constraint: str = ""
-    """Slurm node feature."""
-    extra: list[str] = []
-    """Further sbatch options, each written as `--key=value`."""
-
-    @property
-    def ranks(self) -> int:
-        return self.nodes * self.ranks_per_node
-
-
-class Slurm(Section):
-    site: str = ""
-    """Site profile (a name from `slurm/sites` or a TOML file); empty: found by cluster name."""
-    time_minutes: PositiveInt = 60
-    """Time limit of the job, the same for both components."""
-    account: str = ""
-    """Account to charge."""
-    qos: str = ""
-    """Quality of service."""
-    mpi: str = ""
-    """Kind of `srun --mpi` (pmi2, pmix); empty: the site profile's."""
-    warning_seconds: PositiveInt = 120
-    """Seconds before the time limit at which every rank gets USR2, saves and ends; Slurm may send it a minute early."""
-    max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Attempts after the first before the run stops."""
-    setup: list[str] = []
-    """Shell lines run before the ranks start, such as module loads."""
-    train: Component = Component()
-    rollout: Component = Component()
+__all__ = ["Component", "Config", "Data", "Train", "dump", "is_edge", "load", "read"]
 
 
 class Config(Section):
@@ -241,7 +58,8 @@ class Config(Section):
 
 
 def _problems(c: Config) -> Iterable[str]:
-    """Numbers that do not fit together, each with what would."""
+    """What does not fit together, each with what would."""
+    yield from _reward_problems(c.rollout)
     ranks, tp, ep = c.slurm.train.ranks, c.train.tensor_parallel, c.train.expert_parallel
     if ranks % tp:
         yield f"slurm.train has {ranks} ranks, not divisible by train.tensor_parallel = {tp}; {_divisors(ranks)} would fit"
@@ -265,12 +83,34 @@ def _problems(c: Config) -> Iterable[str]:
             f"rollout.max_new_tokens = {c.rollout.max_new_tokens} leaves no room for a prompt in "
             f"model.context_length = {c.model.context_length}"
         )
+    if c.run.numerics == "exact":
+        for key, value, wanted in _not_exact(c):
+            yield f'run.numerics = "exact" needs {key} = {wanted}, not {value}'
     gpus = c.slurm.rollout.gpus_per_node
     if gpus and gpus % (c.slurm.rollout.ranks_per_node * c.rollout.tensor_parallel):
         yield (
             f"slurm.rollout.gpus_per_node = {gpus} is not divisible by {c.slurm.rollout.ranks_per_node} ranks x "
             f"rollout.tensor_parallel = {c.rollout.tensor_parallel}"
         )
+
+
+def _reward_problems(rollout: Rollout) -> Iterable[str]:
+    if bool(rollout.reward) == bool(rollout.rewards) and not (rollout.group_reward and not rollout.reward):
+        yield "one of rollout.reward, rollout.rewards and rollout.group_reward is needed, and not both of the first two"
+    names = [part.name for part in rollout.rewards]
+    if len(set(names)) < len(names):
+        yield f"rollout.rewards has a name twice: {', '.join(names)}"
+
+
+def _not_exact(c: Config) -> Iterable[tuple[str, int, int]]:
+    """Settings that exact numerics do not cover: key, value, what it must be."""
+    settings = {
+        "train.tensor_parallel": (c.train.tensor_parallel, 1),
+        "train.expert_parallel": (c.train.expert_parallel, 1),
+        "rollout.tensor_parallel": (c.rollout.tensor_parallel, 1),
+        "rollout.staleness": (c.rollout.staleness, 0),
+    }
+    return ((key, value, wanted) for key, (value, wanted) in settings.items() if value != wanted)
 
 
 def _divisors(n: int) -> str:
@@ -357,11 +197,6 @@ def _absolute(raw: dict[str, Any], folder: Path) -> None:
             data[key] = str(folder / Path(value).expanduser())
 
 
-def is_edge(text: str) -> bool:
-    """True for `module:function`."""
-    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text) is not None
-
-
 def _validate(raw: dict[str, Any], file: str) -> Config:
     try:
         return Config.model_validate(raw)
@@ -371,7 +206,7 @@ def _validate(raw: dict[str, Any], file: str) -> Config:
 
 def _say(error: Any) -> str:
     """One line for one pydantic error: key, what is wrong, the nearest valid names."""
-    path = [str(p) for p in error["loc"]]
+    path = [str(p) for p in error["loc"] if not str(p).startswith(("literal[", "constrained-str"))]  # of a union
     key = ".".join(path)
     if error["type"] == "extra_forbidden":
         names = _names(path[:-1])
@@ -387,7 +222,14 @@ def _names(path: list[str]) -> list[str]:
     """Valid keys of the section at `path`."""
     model: Any = Config
     for part in path:
-        annotation = model.model_fields[part].annotation
-        choices = getattr(annotation, "__args__", (annotation,))
-        model = next(a for a in choices if isinstance(a, type) and issubclass(a, BaseModel))
+        if not part.isdigit():  # an index into a list of sections
+            model = next(_sections(model.model_fields[part].annotation))
     return list(model.model_fields)
+
+
+def _sections(annotation: Any) -> Iterator[type[Section]]:
+    """The sections within an annotation such as `list[Filter]` or `WarmStart | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+    for argument in getattr(annotation, "__args__", ()):
+        yield from _sections(argument)

@@ -9,8 +9,6 @@ receive weights of version `step + 1`    <----   publish, then checkpoint while 
 
 from typing import TYPE_CHECKING
 
-from miles_hpc.train.advantage import group_advantages
-
 if TYPE_CHECKING:  # a rollout rank loads no Megatron, a training rank no engine
     from miles_hpc.rollout.role import RolloutRole
     from miles_hpc.train.role import TrainRole
@@ -22,7 +20,7 @@ def train(role: "TrainRole") -> str:
     role.publish(step)
     while step < role.steps and not role.stopping:
         collected = role.collect(step)
-        advantages = group_advantages(collected.samples.rewards, role.group_size, role.advantage)
+        advantages = role.advantages(collected.samples)
         result = role.update(collected.samples, advantages, step)
         role.keep(step, collected, advantages, result)
         step += 1

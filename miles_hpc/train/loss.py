@@ -1,93 +1,147 @@
 """Losses over answer tokens, as pure functions.
 
-All work on flat vectors of answer tokens. The mean over a mini-batch is a sum with weights that the caller computes once from
-the whole mini-batch, so that the loss does not depend on how it is split over micro-batches and ranks.
+All work on flat vectors of answer tokens and give one value per token. The mean over a mini-batch is a sum with weights that
+the caller computes once from the whole mini-batch (`token_weights`), so that no loss depends on how the mini-batch is split
+over micro-batches and ranks. `objective.py` puts loss, importance correction, KL penalty and entropy bonus together.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from miles_hpc.config import Train
+
 LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are cut here before `exp`, as verl and Miles do: beyond, the clip decides anyway."""
 
 
-class PolicyLoss(NamedTuple):
-    """Weighted sums over the tokens given."""
+@dataclass(frozen=True)
+class Tokens:
+    """The answer tokens of one micro-batch; its samples are whole."""
 
-    loss: Tensor
-    """[] float32, with gradient."""
-    kl: Tensor
-    """[] float32, k3 estimate to the reference; without one, to the weights that sampled."""
-    clip_fraction: Tensor
-    """[] float32, share of tokens whose gradient the clip cut off."""
+    log_probs: Tensor
+    """[tokens] float32, of the current weights, with gradient."""
+    old_log_probs: Tensor
+    """[tokens] float32, what the ratio is taken to: the sampler's, or with an importance correction the trainer's at the
+    start of the step."""
+    advantages: Tensor
+    """[tokens] float32."""
+    sample: Tensor
+    """[tokens] int64, 0 .. samples - 1: which sample of the micro-batch the token belongs to."""
+    samples: int
+    rollout_log_probs: Tensor
+    """[tokens] float32, of the sampler."""
+    ref_log_probs: Tensor | None = None
+    """[tokens] float32, of the reference policy; None without one."""
+    entropy: Tensor | None = None
+    """[tokens] float32, in nats, with gradient."""
 
 
-def policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    kl_coef: float = 0.0,
-    ref_log_probs: Tensor | None = None,
-) -> PolicyLoss:
-    """Clipped policy-gradient loss: `sum_t w_t * (-min(r A, clip(r, 1 - low, 1 + high) A) + kl_coef * k3)`.
+class TokenLoss(NamedTuple):
+    """Of each token."""
 
-    `r = exp(log_probs - old_log_probs)`.
+    values: Tensor
+    """[tokens] float32, with gradient."""
+    cut: Tensor
+    """[tokens] bool, true where a clip took the gradient away or limited it."""
+
+
+Loss = Callable[[Tokens, Train], TokenLoss]
+
+
+def ppo(tokens: Tokens, train: Train) -> TokenLoss:
+    """Clipped policy gradient: `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(log_probs - old_log_probs)`.
 
     PPO (arXiv 1707.06347, eq. 7) as used by GRPO (arXiv 2402.03300, eq. 3), with the separate upper clip of DAPO
-    (arXiv 2503.14476, eq. 10).
-
-    Args:
-        log_probs: [tokens] float32, of the current weights.
-        old_log_probs: [tokens] float32, of the weights that sampled.
-        advantages: [tokens] float32.
-        weights: [tokens] float32, from `token_weights`.
-        clip_low: the ratio is clipped below at 1 - clip_low.
-        clip_high: the ratio is clipped above at 1 + clip_high.
-        kl_coef: weight of the KL penalty.
-        ref_log_probs: [tokens] float32, of the reference; without it there is no penalty.
+    (arXiv 2503.14476, eq. 10) and, if `train.dual_clip` is c > 1, the lower bound `c A` where A < 0 (arXiv 1912.09729).
     """
-    ratio = torch.exp((log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    loss = -(torch.minimum(ratio * advantages, clipped * advantages) * weights).sum()
-    anchor = old_log_probs if ref_log_probs is None else ref_log_probs
-    kl = (k3(log_probs, anchor) * weights).sum()
-    if ref_log_probs is not None:
-        loss = loss + kl_coef * kl
-    cut = torch.where(advantages > 0, ratio > 1 + clip_high, ratio < 1 - clip_low) & (advantages != 0)
-    return PolicyLoss(loss, kl.detach(), (cut * weights).sum().detach())
+    return _clipped(_ratio(tokens.log_probs - tokens.old_log_probs), tokens.advantages, train)
 
 
-def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """KL(policy || reference) per token, estimator k3 `exp(ref - logp) - 1 - (ref - logp)`: unbiased and never negative.
+def gspo(tokens: Tokens, train: Train) -> TokenLoss:
+    """`ppo` with the ratio of whole sequences, `s = exp(mean_t(log_probs - old_log_probs))`, in the token form
+    `sg[s] exp(log_probs - sg[log_probs])` (GSPO-token, arXiv 2507.18071, section 4.3); meant for `loss_mean = "sequence"` and
+    clips of a few 1e-4.
+    """
+    mean = sample_mean(tokens.log_probs.detach() - tokens.old_log_probs, tokens)
+    log_ratio = mean[tokens.sample] + tokens.log_probs - tokens.log_probs.detach()
+    return _clipped(_ratio(log_ratio), tokens.advantages, train)
 
-    Source: J. Schulman, "Approximating KL divergence", 2020, http://joschu.net/blog/kl-approx.html.
+
+def cispo(tokens: Tokens, train: Train) -> TokenLoss:
+    """`-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log_probs` (CISPO, arXiv 2506.13585): no token loses its gradient.
+
+    The paper has no lower clip: `clip_low = 1`. `cut` marks the tokens whose weight was limited.
+    """
+    ratio = _ratio(tokens.log_probs.detach() - tokens.old_log_probs)
+    clipped = ratio.clamp(1 - train.clip_low, 1 + train.clip_high)
+    return TokenLoss(-clipped * tokens.advantages * tokens.log_probs, clipped != ratio)
+
+
+def reinforce(tokens: Tokens, train: Train) -> TokenLoss:
+    """`-A log_probs` (Williams 1992), without ratio or clip: for `mini_batches = 1`, where policy and sampler are the same."""
+    return TokenLoss(-tokens.advantages * tokens.log_probs, torch.zeros_like(tokens.sample, dtype=torch.bool))
+
+
+def supervised(tokens: Tokens, train: Train) -> TokenLoss:
+    """Cross entropy of the sampled tokens, `-log_probs`: with a filter that keeps good samples, rejection-sampling SFT.
+
+    Advantages count only where they are 0: such samples take no part.
+    """
+    return TokenLoss(-(tokens.advantages != 0) * tokens.log_probs, torch.zeros_like(tokens.sample, dtype=torch.bool))
+
+
+LOSSES: dict[str, Loss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce, "supervised": supervised}
+"""By the name in `train.loss`."""
+
+
+def sample_mean(values: Tensor, tokens: Tokens) -> Tensor:
+    """Mean over the tokens of each sample.
 
     Args:
-        log_probs: [tokens] float32.
-        ref_log_probs: [tokens] float32.
+        values: [tokens] float32.
 
     Returns:
-        [tokens] float32.
+        [samples] float32; 0 for a sample without tokens.
     """
-    difference = (ref_log_probs - log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return torch.expm1(difference) - difference
+    count = torch.bincount(tokens.sample, minlength=tokens.samples).clamp(min=1)
+    return sample_sum(values, tokens) / count
 
 
-def token_weights(answer_lengths: Tensor, kind: str) -> Tensor:
+def sample_sum(values: Tensor, tokens: Tokens) -> Tensor:
+    """Sum over the tokens of each sample, [samples] float32."""
+    return torch.zeros(tokens.samples, device=values.device).index_add(0, tokens.sample, values)
+
+
+def _ratio(log_ratio: Tensor) -> Tensor:
+    return torch.exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, train: Train) -> TokenLoss:
+    clipped = ratio.clamp(1 - train.clip_low, 1 + train.clip_high)
+    loss = torch.maximum(-ratio * advantages, -clipped * advantages)
+    cut = torch.where(advantages > 0, ratio > 1 + train.clip_high, ratio < 1 - train.clip_low) & (advantages != 0)
+    if train.dual_clip:
+        bound = -train.dual_clip * advantages
+        cut |= (advantages < 0) & (loss > bound)
+        loss = torch.where(advantages < 0, torch.minimum(loss, bound), loss)
+    return TokenLoss(loss, cut)
+
+
+def token_weights(answer_lengths: Tensor, kind: str, longest: int = 1) -> Tensor:
     """Weight of each token of a sample in the mean over a mini-batch.
 
     `token`: 1 / all answer tokens (DAPO, arXiv 2503.14476, eq. 8); `sequence`: 1 / (samples * the sample's answer tokens)
-    (GRPO, arXiv 2402.03300, eq. 3).
+    (GRPO, arXiv 2402.03300, eq. 3); `constant`: 1 / (samples * longest answer allowed) (Dr. GRPO, arXiv 2503.20783).
 
     Args:
         answer_lengths: [samples] int64, answer tokens of every sample of the mini-batch (of all ranks).
-        kind: `token` or `sequence`.
+        kind: `token`, `sequence` or `constant`.
+        longest: `rollout.max_new_tokens`.
 
     Returns:
         [samples] float32; 0 for a sample without answer tokens, all 0 if there are none at all.
@@ -96,11 +150,15 @@ def token_weights(answer_lengths: Tensor, kind: str) -> Tensor:
         ValueError: `kind` is unknown.
     """
     present = answer_lengths > 0
-    if kind == "token":
-        return present.float() / answer_lengths.sum().clamp(min=1)
-    if kind == "sequence":
-        return present.float() / (answer_lengths.clamp(min=1) * present.sum().clamp(min=1))
-    raise ValueError(f"loss_mean {kind!r} is neither token nor sequence")
+    count = present.sum().clamp(min=1)
+    denominators = {
+        "token": answer_lengths.sum().clamp(min=1),
+        "sequence": answer_lengths.clamp(min=1) * count,
+        "constant": count * longest,
+    }
+    if kind not in denominators:
+        raise ValueError(f"loss_mean {kind!r} is none of {', '.join(denominators)}")
+    return present.float() / denominators[kind]
 
 
 def log_probs_and_entropy(logits: Tensor, targets: Tensor, first: int = 0, group: dist.ProcessGroup | None = None):
@@ -113,13 +171,13 @@ def log_probs_and_entropy(logits: Tensor, targets: Tensor, first: int = 0, group
         group: ranks that hold the rest of the vocabulary; None: all of it is here.
 
     Returns:
-        log_probs [tokens] float32 with gradient, entropy [tokens] float32 in nats without.
+        log_probs [tokens] float32 and entropy [tokens] float32 in nats, both with gradient.
     """
     return _LogProbs.apply(logits.float(), targets, first, group)
 
 
 class _LogProbs(torch.autograd.Function):
-    """log_softmax and gather, with one exponential that serves the gradient and the entropy too."""
+    """log_softmax and gather, with one exponential that serves both gradients and the entropy."""
 
     @staticmethod
     def forward(ctx, logits: Tensor, targets: Tensor, first: int, group):
@@ -133,15 +191,20 @@ class _LogProbs(torch.autograd.Function):
         own = torch.where(here, own, 0)
         chosen = _reduced(shifted.gather(-1, own[:, None]).squeeze(-1) * here, dist.ReduceOp.SUM, group)
         entropy = log_total - _reduced((probs * shifted).sum(-1), dist.ReduceOp.SUM, group)
-        ctx.save_for_backward(probs, own, here)
-        ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(probs, own, here, entropy)
+        ctx.set_materialize_grads(False)  # None where an output is not part of the loss
         return chosen - log_total, entropy
 
     @staticmethod
-    def backward(ctx, grad: Tensor, _entropy: Tensor):
-        probs, own, here = ctx.saved_tensors
-        logits = probs * -grad[:, None]
-        logits.scatter_add_(-1, own[:, None], (grad * here)[:, None])
+    def backward(ctx, grad: Tensor | None, entropy_grad: Tensor | None):
+        probs, own, here, entropy = ctx.saved_tensors
+        if grad is None:
+            logits = torch.zeros_like(probs)
+        else:
+            logits = probs * -grad[:, None]
+            logits.scatter_add_(-1, own[:, None], (grad * here)[:, None])
+        if entropy_grad is not None:  # dH / dz_j = -p_j (log p_j + H)
+            logits -= (torch.xlogy(probs, probs) + probs * entropy[:, None]) * entropy_grad[:, None]
         return logits, None, None, None
 
 

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from miles_hpc import device
 from miles_hpc.samples.schema import Samples
-from miles_hpc.train.loss import PolicyLoss
 from miles_hpc.train.megatron import Groups
+from miles_hpc.train.objective import PolicyLoss
 from miles_hpc.train.packing import spans
 
-SUMS = ("loss", "kl", "clip_fraction", "entropy", "scored", "difference", "answers", "tokens", "trained_tokens")
+SUMS = ("loss", "kl", "clip_fraction", "correction", "entropy", "scored", "difference", "answers", "tokens", "trained_tokens")
 
 
 class Meter:
@@ -30,7 +30,7 @@ class Meter:
         self.sums["trained_tokens"] += tokens
 
     def entropy(self, entropy: Tensor) -> None:
-        self.sums["entropy"] += entropy.sum()
+        self.sums["entropy"] += entropy.detach().sum()
         self.sums["scored"] += len(entropy)
 
     def optimizer_step(self, grad_norm: float) -> None:
@@ -59,6 +59,7 @@ class Meter:
             "train/loss": s["loss"] / steps,
             "train/kl": s["kl"] / steps,
             "train/clip_fraction": s["clip_fraction"] / steps,
+            "train/correction": s["correction"] / steps,
             "train/entropy": s["entropy"] / max(1.0, s["scored"]),
             "train/grad_norm": sum(self.norms) / steps,
             "train/logp_abs_diff_max": largest.item(),

@@ -13,6 +13,7 @@ from miles_hpc.samples import store
 from miles_hpc.samples.exchange import FIRST_STEP, Collected, Inbox
 from miles_hpc.samples.schema import Samples
 from miles_hpc.sync import Sender
+from miles_hpc.train.advantage import advantage_of
 from miles_hpc.train.trainer import Result, Trainer
 from miles_hpc.train.warm_start import warm_start
 from miles_hpc.world import World
@@ -39,7 +40,7 @@ class TrainRole:
         self.inbox = Inbox(self.world, self.seconds)
         self.events, self.ledger = metrics.journals(self.paths)
         self.steps, self.group_size = self.config.run.steps, self.config.rollout.samples_per_prompt
-        self.advantage, self.lead = self.config.train.advantage, self.world.leads
+        self.advantage, self.lead = advantage_of(self.config), self.world.leads
         self.figures: dict[str, float] = {}
         self.mark = time.monotonic()
 
@@ -77,6 +78,10 @@ class TrainRole:
         """Wait for all samples of `step`."""
         with self.clock("wait", step):
             return self.inbox.collect(step, step - self.config.rollout.staleness)
+
+    def advantages(self, samples: Samples) -> np.ndarray:
+        """One advantage per sample of the step, [n] float32."""
+        return self.advantage(samples, self.group_size)
 
     def update(self, samples: Samples, advantages: np.ndarray, step: int) -> Result:
         """The optimizer steps of `step`."""

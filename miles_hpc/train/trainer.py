@@ -16,9 +16,10 @@ from miles_hpc.config import Config
 from miles_hpc.errors import Diverged
 from miles_hpc.samples.schema import Samples
 from miles_hpc.train import architecture, export, optimizer, schedule, state, weights
-from miles_hpc.train.loss import policy_loss, token_weights
+from miles_hpc.train.loss import Tokens, token_weights
 from miles_hpc.train.megatron import Groups, Policy, join, leave
 from miles_hpc.train.metrics import Meter
+from miles_hpc.train.objective import Objective
 from miles_hpc.train.optimizer import AdamW
 from miles_hpc.train.packing import Demonstrations, Pack, Sequences, pack, spans
 
@@ -66,6 +67,7 @@ class Trainer:
     def __init__(self, config: Config, model_folder: Path, rank: int, size: int, rendezvous: str | dist.Store) -> None:
         self.config, self.folder, self.rank, self.size = config.train, model_folder, rank, size
         self.seed = config.run.seed
+        self.longest_answer, self.objective = config.rollout.max_new_tokens, Objective.of(config)
         self.model_config = architecture.read(model_folder)
         tp, ep = config.train.tensor_parallel, config.train.expert_parallel
         architecture.check_parallel(self.model_config, tp, ep)
@@ -97,7 +99,7 @@ class Trainer:
         return self.groups.data.size()
 
     def step(self, samples: Samples, advantages: np.ndarray, step: int) -> Result:
-        """One rollout step of clipped policy gradient.
+        """One rollout step of policy gradient.
 
         Args:
             samples: all samples of the step, sorted, the same on all ranks.
@@ -116,7 +118,7 @@ class Trainer:
         reference = self._reference_log_probs(samples, plan)
         optimizer.set_hyperparameters(self.optimizer, self._hyperparameters(step))
         for shares in plan.mini_batches:
-            self._mini_batch(samples, shares, advantages, reference, log_probs if len(plan.mini_batches) == 1 else None, meter)
+            self._mini_batch(samples, shares, advantages, reference, log_probs, meter, only=len(plan.mini_batches) == 1)
         share = plan.shares[self.groups.data.rank()]
         meter.compare(samples, share, log_probs)
         metrics = meter.reduced() | {"train/lr": self._hyperparameters(step).lr} | self._expert_load()
@@ -126,7 +128,7 @@ class Trainer:
     def _plan(self, samples: Samples, advantages: np.ndarray, step: int) -> Plan:
         """Mini-batches first, then each is spread over the ranks, so that they do not depend on the number of ranks."""
         everything = np.arange(len(samples))
-        keep = np.ones(len(samples), bool) if self.config.kl_coef > 0 else advantages != 0
+        keep = np.ones(len(samples), bool) if self.objective.every_token else advantages != 0
         lengths = samples.lengths
         sets = schedule.mini_batches(everything[keep], self.config.mini_batches, self.seed, step)
         mini = [schedule.balanced(s, lengths, self.replicas) for s in sets if len(s)]
@@ -168,35 +170,53 @@ class Trainer:
         shares: list[np.ndarray],
         advantages: np.ndarray,
         reference: np.ndarray | None,
-        log_probs: np.ndarray | None,
+        log_probs: np.ndarray,
         meter: Meter,
+        only: bool,
     ) -> None:
-        """One optimizer step; `log_probs` takes the log-probabilities where this is the only one."""
+        """One optimizer step. If it is the only one, `log_probs` takes its log-probabilities, else it has them already."""
         token_weight = self._token_weights(samples.answer_lengths, np.concatenate(shares))
         self._zero_grad()
         for batch in self._packs(samples, shares):
             new, entropy = self.policy.log_probs(batch, self.temperature)
-            terms = policy_loss(
-                new,
-                _at(samples.rollout_log_probs, batch.flat),
-                _at(advantages, batch.sample),
-                _at(token_weight, batch.sample),
-                clip_low=self.config.clip_low,
-                clip_high=self.config.clip_high,
-                kl_coef=self.config.kl_coef,
-                ref_log_probs=None if reference is None else _at(reference, batch.flat),
-            )
-            terms.loss.backward()
-            meter.loss(terms, len(batch.flat))
-            if log_probs is not None:
+            if only:
                 log_probs[batch.flat] = new.detach().cpu().numpy()
                 meter.entropy(entropy)
+            tokens = self._tokens(samples, batch, new, entropy, advantages, reference, log_probs)
+            terms = self.objective(tokens, _at(token_weight, batch.sample))
+            terms.loss.backward()
+            meter.loss(terms, len(batch.flat))
         meter.optimizer_step(self._optimizer_step())
+
+    def _tokens(
+        self,
+        samples: Samples,
+        batch: Pack,
+        new: Tensor,
+        entropy: Tensor,
+        advantages: np.ndarray,
+        reference: np.ndarray | None,
+        log_probs: np.ndarray,
+    ) -> Tokens:
+        """What the objective sees of a micro-batch. With an importance correction, the ratio is to the trainer's own past."""
+        numbers, sample = np.unique(batch.sample, return_inverse=True)
+        rollout = _at(samples.rollout_log_probs, batch.flat)
+        return Tokens(
+            log_probs=new,
+            old_log_probs=rollout if self.config.correction == "none" else _at(log_probs, batch.flat),
+            advantages=_at(advantages, batch.sample),
+            sample=torch.from_numpy(sample).to(new.device),
+            samples=len(numbers),
+            rollout_log_probs=rollout,
+            ref_log_probs=None if reference is None else _at(reference, batch.flat),
+            entropy=entropy,
+        )
 
     def _token_weights(self, answer_lengths: np.ndarray, chosen: np.ndarray, kind: str = "") -> np.ndarray:
         """[n] float32, weight of a token of each sample in the mean over the chosen ones."""
         token_weight = np.zeros(len(answer_lengths), np.float32)
-        token_weight[chosen] = token_weights(torch.from_numpy(answer_lengths[chosen]), kind or self.config.loss_mean).numpy()
+        lengths = torch.from_numpy(answer_lengths[chosen])
+        token_weight[chosen] = token_weights(lengths, kind or self.config.loss_mean, self.longest_answer).numpy()
         return token_weight
 
     def _zero_grad(self) -> None:

@@ -5,9 +5,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_hpc.train.loss import k3, log_probs_and_entropy, policy_loss, token_weights
+from miles_hpc.config import Train
+from miles_hpc.train.correction import CORRECTIONS
+from miles_hpc.train.divergence import ESTIMATORS, k3
+from miles_hpc.train.loss import LOSSES, Tokens, log_probs_and_entropy, sample_mean, token_weights
+from miles_hpc.train.objective import Objective, PolicyLoss
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+def policy_loss(
+    new, old, advantages, weights, ref_log_probs=None, sample=None, rollout=None, entropy=None, **train
+) -> PolicyLoss:
+    """The objective of `train` on tokens that are samples of their own unless `sample` says otherwise."""
+    settings = Train(lr=0.0, **train)
+    objective = Objective(settings, LOSSES[settings.loss], CORRECTIONS[settings.correction], ESTIMATORS[settings.kl])
+    sample = torch.arange(len(new)) if sample is None else sample
+    samples = int(sample.max()) + 1 if len(sample) else 0
+    rollout = old if rollout is None else rollout
+    return objective(Tokens(new, old, advantages, sample, samples, rollout, ref_log_probs, entropy), weights)
 
 
 def _tokens(seed: int, n: int):
@@ -101,7 +117,8 @@ def test_token_and_sequence_means_differ_as_they_should():
     lengths = torch.tensor([1, 3])
     assert token_weights(lengths, "token").tolist() == pytest.approx([1 / 4, 1 / 4])
     assert token_weights(lengths, "sequence").tolist() == pytest.approx([1 / 2, 1 / 6])
-    with pytest.raises(ValueError, match="neither token nor sequence"):
+    assert token_weights(lengths, "constant", 10).tolist() == pytest.approx([1 / 20, 1 / 20])
+    with pytest.raises(ValueError, match="none of token, sequence, constant"):
         token_weights(lengths, "mean")
 
 

@@ -1,0 +1,253 @@
+"""The sections of the configuration, one frozen model each; every key has a unit and a one-line meaning.
+
+Nothing here imports torch.
+"""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+Edge = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+PositiveInt = Annotated[int, Field(ge=1)]
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
+Scalar = bool | int | float | str | list[bool | int | float | str]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
+
+
+class Run(Section):
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run; letters, digits, `.`, `_`, `-`."""
+    steps: PositiveInt
+    """Number of rollout-and-train steps."""
+    folder: str = ""
+    """The run's own folder; empty: `runs/<name>-NNN` below the current folder."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of prompt order, sampling noise and initial weights."""
+    numerics: Literal["native", "exact"] = "native"
+    """`native`: each side uses its fastest operations; `exact`: both use the same, log-probs are equal bit for bit."""
+    placement: Literal["split"] = "split"
+    """`split`: training nodes and rollout nodes are two components of one heterogeneous job."""
+    edges_folder: str = ""
+    """Folder of the TOML file, appended to the ranks' `sys.path`; filled in by the launcher."""
+
+
+class Model(Section):
+    path: str = ""
+    """Folder of a Hugging Face checkpoint (Qwen3, Qwen3-MoE, Llama); relative to the TOML file."""
+    source: Edge | Literal[""] = ""
+    """Function `(folder: Path, seed: int) -> None` that writes the checkpoint if `path` (default `<run>/model`) is missing."""
+    context_length: PositiveInt = 1024
+    """Longest sequence, prompt and answer together, in tokens."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the weights and activations in both trainer and engine."""
+
+    @model_validator(mode="after")
+    def _somewhere(self):
+        if not self.path and not self.source:
+            raise ValueError("one of model.path and model.source is needed")
+        return self
+
+
+class Data(Section):
+    prompts: str
+    """Training prompts: a .jsonl or .parquet file (relative to the TOML file), or an edge `module:function`."""
+    eval: str = ""
+    """Held-out prompts, same forms; empty: no evaluation."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a string, or a list of chat messages (`role`, `content`)."""
+    label_column: str = "label"
+    """Column with what the reward compares with; may be absent from the file if the reward needs none."""
+    metadata_column: str = "metadata"
+    """Column with anything else the reward wants (a mapping); may be absent."""
+    chat: bool = False
+    """Render prompts with the tokenizer's chat template (a plain string becomes one user message)."""
+
+
+class RewardPart(Section):
+    name: Name
+    """Name in logs and sample files."""
+    function: Edge
+    """Function `(prompt, answer, label, metadata, **options) -> float` or `-> dict` with a key `reward`."""
+    weight: float = 1.0
+    """Factor in the sum; 0: logged only."""
+    options: dict[str, Scalar] = {}
+    """Keyword arguments of the function."""
+
+
+class Filter(Section):
+    function: Edge
+    """Function `(samples: list[Sample], **options) -> str`: empty to keep the group, else the reason, which is counted."""
+    options: dict[str, Scalar] = {}
+    """Keyword arguments of the function."""
+
+
+class Rollout(Section):
+    prompts_per_step: PositiveInt
+    """Prompts (groups) per step."""
+    samples_per_prompt: PositiveInt
+    """Samples per prompt, the size of a group."""
+    max_new_tokens: PositiveInt
+    """Longest answer in tokens."""
+    reward: Edge | Literal[""] = ""
+    """Function `(prompt, answer, label, metadata) -> float` or `-> dict` with a key `reward`."""
+    rewards: list[RewardPart] = []
+    """Instead of `reward`: several, added up with weights and logged as `reward/<name>`."""
+    group_reward: Edge | Literal[""] = ""
+    """Function `(samples: list[Sample]) -> list[float]` that sees a whole group; its numbers replace the rewards."""
+    reward_error: Literal["fail", "drop"] = "fail"
+    """A reward that raises or is not finite: end the run naming the sample, or drop its group and count it."""
+    filters: list[Filter] = []
+    """Groups that one of them refuses are not trained on and are replaced by other prompts, see `max_tries`."""
+    max_tries: PositiveInt = 4
+    """Prompts tried for one place in the step before it stays empty; counts only with `filters`."""
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    """Sampling temperature."""
+    staleness: Annotated[int, Field(ge=0, le=1)] = 0
+    """Steps by which the sampler's weights may lag: 0 on policy, 1 generates the next step while training."""
+    flush_groups: PositiveInt = 64
+    """Finished groups per sample shard."""
+    kv_cache_tokens: PositiveInt = 16384
+    """Tokens of key-value cache per engine."""
+    max_running_requests: PositiveInt = 128
+    """Sequences decoded together per engine."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs per engine."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Longest time between two answers of an engine, start-up included."""
+
+
+LossName = Literal["ppo", "gspo", "cispo", "reinforce", "supervised"]
+AdvantageName = Literal["group_std", "group_mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "reward"]
+
+
+class Train(Section):
+    lr: Annotated[float, Field(ge=0)]
+    """Peak learning rate; 0 freezes the policy."""
+    lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear warm-up, counted in rollout steps."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's first-moment decay."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """AdamW's second-moment decay."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay."""
+    clip_grad: Annotated[float, Field(gt=0)] = 1.0
+    """Largest global gradient norm."""
+    mini_batches: PositiveInt = 1
+    """Optimizer steps per rollout step."""
+    micro_batch_tokens: PositiveInt = 8192
+    """Most tokens in one packed forward and backward per rank."""
+    loss: LossName | Edge = "ppo"
+    """Policy loss (docs/algorithms.md), or a function `(tokens: Tokens, train: Train) -> Tensor` with one loss per token."""
+    loss_mean: Literal["token", "sequence", "constant"] = "token"
+    """Mean over all tokens of the mini-batch, over sequences of their token means, or sum / (samples x max_new_tokens)."""
+    advantage: Literal["group_std", "group_mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "reward"] | Edge = (
+        "group_std"
+    )
+    """Advantage (docs/algorithms.md), or a function `(samples: Samples, group_size: int) -> numpy array [samples]`."""
+    clip_low: Annotated[float, Field(gt=0)] = 0.2
+    """Clip of the ratio below 1."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """Clip of the ratio above 1."""
+    dual_clip: Annotated[float, Field(ge=0)] = 0.0
+    """Largest loss of a token with negative advantage, in units of it (3 is usual); 0: none."""
+    entropy_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the entropy bonus, per nat."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the KL penalty to the initial policy; 0: no reference model is kept."""
+    kl: Literal["k1", "k2", "k3", "k3_k2", "k3_unbiased"] = "k3"
+    """Estimator of that KL."""
+    correction: Literal["none", "tis", "icepop", "sequence_tis", "sequence_mis", "geometric_mis"] = "none"
+    """Importance weights for a sampler that computes other probabilities than the trainer; costs no forward pass."""
+    correction_low: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Smallest importance weight that counts."""
+    correction_high: Annotated[float, Field(ge=1)] = 2.0
+    """Largest importance weight that counts."""
+    step_hook: Edge | Literal[""] = ""
+    """Function `(event: str, step: int, facts: dict) -> None`, called on every training rank before and after each step."""
+    optimizer_hook: Edge | Literal[""] = ""
+    """Function `(step: int, values: AdamW) -> AdamW`: hyperparameters of the step, such as a schedule of `lr`."""
+    metrics: Edge | Literal[""] = ""
+    """Function `(samples: Samples, advantages, group_size: int) -> dict[str, float]`, added to the step's figures."""
+    tensor_parallel: PositiveInt = 1
+    """Ranks that share each layer."""
+    expert_parallel: PositiveInt = 1
+    """Ranks that share the experts of an MoE layer."""
+
+
+class WarmStart(Section):
+    data: Edge
+    """Function `(seed: int, count: int) -> list[tuple[str, str]]`: prompts and demonstrated answers."""
+    steps: PositiveInt
+    """Supervised optimizer steps before the first rollout."""
+    lr: Annotated[float, Field(gt=0)] = 2e-3
+    """Peak learning rate of AdamW (20 steps of linear warm-up, weight decay 0.01)."""
+    batch_size: PositiveInt = 64
+    """Demonstrations per step."""
+
+
+class Eval(Section):
+    every_steps: Annotated[int, Field(ge=0)] = 0
+    """Evaluate every n steps besides before the first and after the last; 0: only these two."""
+    prompts: PositiveInt = 256
+    """Held-out prompts used, from the start of `data.eval`."""
+
+
+class Checkpoint(Section):
+    every_steps: PositiveInt = 10
+    """Save every n steps, and after the last."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept."""
+
+
+class Component(Section):
+    nodes: PositiveInt = 1
+    """Nodes."""
+    ranks_per_node: PositiveInt = 1
+    """MPI ranks per node: one per GPU in training, one per engine in rollout."""
+    gpus_per_node: Annotated[int, Field(ge=0)] = 0
+    """GPUs per node; 0: CPU only."""
+    cpus_per_rank: PositiveInt = 1
+    """CPU cores per rank."""
+    memory_gb: Annotated[int, Field(ge=0)] = 0
+    """Memory per node in GB; 0: the partition's default."""
+    partition: str = ""
+    """Slurm partition; empty: the site profile's, then Slurm's default."""
+    constraint: str = ""
+    """Slurm node feature."""
+    extra: list[str] = []
+    """Further sbatch options, each written as `--key=value`."""
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+class Slurm(Section):
+    site: str = ""
+    """Site profile (a name from `slurm/sites` or a TOML file); empty: found by cluster name."""
+    time_minutes: PositiveInt = 60
+    """Time limit of the job, the same for both components."""
+    account: str = ""
+    """Account to charge."""
+    qos: str = ""
+    """Quality of service."""
+    mpi: str = ""
+    """Kind of `srun --mpi` (pmi2, pmix); empty: the site profile's."""
+    warning_seconds: PositiveInt = 120
+    """Seconds before the time limit at which every rank gets USR2, saves and ends; Slurm may send it a minute early."""
+    max_restarts: Annotated[int, Field(ge=0)] = 3
+    """Attempts after the first before the run stops."""
+    setup: list[str] = []
+    """Shell lines run before the ranks start, such as module loads."""
+    train: Component = Component()
+    rollout: Component = Component()
+
+
+def is_edge(text: str) -> bool:
+    """True for `module:function`."""
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text) is not None

@@ -1,0 +1,23 @@
+"""On-policy distillation from a teacher's log-probabilities of the sampled tokens, as pure functions.
+
+Nothing in the loop asks a teacher: use them from an edge (`train.loss`) that has its log-probabilities.
+"""
+
+from torch import Tensor
+
+
+def distilled_advantages(advantages: Tensor, old_log_probs: Tensor, teacher_log_probs: Tensor, coefficient: float) -> Tensor:
+    """`A - c (log_probs_old - teacher_log_probs)`: the reverse KL to the teacher as a reward of every token.
+
+    Source: Thinking Machines Lab, "On-policy distillation", 2025; the single-sample estimate (k1) of the reverse KL.
+
+    Args:
+        advantages: [tokens] float32; 0: distillation alone.
+        old_log_probs: [tokens] float32, of the student that sampled.
+        teacher_log_probs: [tokens] float32.
+        coefficient: weight c.
+
+    Returns:
+        [tokens] float32, without gradient.
+    """
+    return (advantages - coefficient * (old_log_probs - teacher_log_probs)).detach()
