@@ -14,6 +14,7 @@
         ├── SampleError      a shard that is missing, damaged or of a wrong weight version
         ├── SyncError        weights that did not arrive as they were sent
         ├── CheckpointError  a checkpoint that cannot be written or read
+        ├── NumericsError    trainer and engine do not compute the same (run.numerics = "exact")
         ├── DeadlineExceeded something that could hang did not finish in time
         └── Diverged         the loss or a gradient is not finite
 
@@ -104,6 +105,10 @@ class SyncError(Fault):
 
 
 class CheckpointError(Fault):
+    pass
+
+
+class NumericsError(Fault):
     pass
 
 

@@ -1,0 +1,46 @@
+"""SwiGLU (arXiv 2002.05202) in float32, with one rounding."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def reference(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` for [..., 2 f] = [gate, up] -> [..., f]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`reference`, with the intermediate values in float32."""
+    return _SwiGLU.apply(gate_up)
+
+
+def forward(gate_up: Tensor) -> Tensor:
+    """float32, without autograd."""
+    gate, up = gate_up.float().chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def backward(gate_up: Tensor, dout: Tensor) -> Tensor:
+    """Gradient of `gate_up`, in its type; `dout` is float32.
+
+    With s = sigmoid(gate): dup = dout * gate * s, dgate = dout * up * (s + gate * s * (1 - s)).
+    """
+    gate, up = gate_up.float().chunk(2, -1)
+    sigmoid = torch.sigmoid(gate)
+    act = gate * sigmoid
+    return torch.cat([dout * up * (sigmoid + act * (1 - sigmoid)), dout * act], -1).to(gate_up.dtype)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return forward(gate_up).to(gate_up.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Tensor:
+        return backward(ctx.saved_tensors[0], dout.float())

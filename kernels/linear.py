@@ -1,0 +1,40 @@
+"""Row-invariant linear layer."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from miles_hpc.kernels.rows import pad_rows
+
+
+def reference(x: Tensor, weight: Tensor) -> Tensor:
+    """[..., k] and [n, k] -> [..., n]."""
+    return x @ weight.t()
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`reference`; a row of the result depends on its row of `x` and on `weight` only. Deterministic backward.
+
+    On a GPU this needs cuBLAS without workspace (`device.EXACT_ENVIRONMENT`), which rules out split-K kernels.
+    """
+    return _Linear.apply(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], len(weight))
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    """[t, k] and [n, k] -> [t, n], without autograd."""
+    if x.is_cuda:
+        return torch.mm(x, weight.t())
+    return torch.mm(pad_rows(x), weight.t())[: len(x)]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return product(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return product(dy, weight.t()), dy.t() @ x
