@@ -92,7 +92,7 @@ def supervised(tokens: Tokens, train: Train) -> TokenLoss:
 
     Advantages count only where they are 0: such samples take no part.
     """
-    return TokenLoss(-(tokens.advantages != 0) * tokens.log_probs, torch.zeros_like(tokens.sample, dtype=torch.bool))
+    return TokenLoss(-(tokens.advantages != 0).float() * tokens.log_probs, torch.zeros_like(tokens.sample, dtype=torch.bool))
 
 
 LOSSES: dict[str, Loss] = {"ppo": ppo, "gspo": gspo, "cispo": cispo, "reinforce": reinforce, "supervised": supervised}

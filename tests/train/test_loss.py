@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from miles_hpc.config import Train
 from miles_hpc.train.correction import CORRECTIONS
 from miles_hpc.train.divergence import ESTIMATORS, k3
-from miles_hpc.train.loss import LOSSES, Tokens, log_probs_and_entropy, sample_mean, token_weights
+from miles_hpc.train.loss import LOSSES, Tokens, log_probs_and_entropy, token_weights
 from miles_hpc.train.objective import Objective, PolicyLoss
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.28}
