@@ -30,7 +30,7 @@ def log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def log_probs_and_entropy(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-    """`reference` with the bits of `log_softmax`; float32, the entropy without gradient."""
+    """`reference` with the bits of `log_softmax`; float32, both with gradient."""
     return _LogProbs.apply(logits, targets, temperature)
 
 
@@ -52,16 +52,19 @@ class _LogProbs(torch.autograd.Function):
         log_prob = (shifted.gather(-1, targets[:, None]) - log_total)[:, 0]
         probs /= log_total.exp()
         entropy = log_total[:, 0] - (probs * shifted).sum(-1)
-        ctx.save_for_backward(probs, targets, temperature)
+        ctx.save_for_backward(probs, targets, temperature, entropy)
         ctx.dtype = logits.dtype
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # None where an output is not part of the loss
         return log_prob, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _entropy: Tensor) -> tuple[Tensor, None, None]:
-        probs, targets, temperature = ctx.saved_tensors
-        grad = grad[:, None]
-        dlogits = probs * -grad
-        # One target per row: each element is written once, so the order does not matter.
-        dlogits.scatter_add_(-1, targets[:, None], grad)
+    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Tensor, None, None]:
+        probs, targets, temperature, entropy = ctx.saved_tensors
+        dlogits = torch.zeros_like(probs)
+        if grad is not None:
+            dlogits = probs * -grad[:, None]
+            # One target per row: each element is written once, so the order does not matter.
+            dlogits.scatter_add_(-1, targets[:, None], grad[:, None])
+        if entropy_grad is not None:  # dH / dz_j = -p_j (log p_j + H)
+            dlogits -= (torch.xlogy(probs, probs) + probs * entropy[:, None]) * entropy_grad[:, None]
         return (dlogits / temperature).to(ctx.dtype), None, None

@@ -73,9 +73,14 @@ class Report:
 class Fused:
     """Digests of engine tensors, which are concatenations of checkpoint tensors."""
 
+    exact: bool = False
+    """The engine's tensors are the checkpoint's, as in exact numerics."""
     parts: dict[str, list[tuple[tuple[int, int], "torch.Tensor"]]] = field(default_factory=dict)
 
     def add(self, name: str, tensor: "torch.Tensor") -> None:
+        if self.exact:
+            self.parts[name] = [((0, 0), tensor)]
+            return
         engine_name, place = engine_tensor(name)
         self.parts.setdefault(engine_name, []).append((place, _filled(tensor) if name in VOCABULARY else tensor))
 
@@ -118,8 +123,10 @@ def engine_tensor(name: str) -> tuple[str, tuple[int, int]]:
 class Sender:
     """The training side of a sync, on every training rank; only the first talks to the engines."""
 
-    def __init__(self, world: World, trainer: Weights, model_folder: Path, heartbeat: Heartbeat, seconds: float) -> None:
-        self.world, self.trainer, self.heartbeat, self.seconds = world, trainer, heartbeat, seconds
+    def __init__(
+        self, world: World, trainer: Weights, model_folder: Path, heartbeat: Heartbeat, seconds: float, exact: bool = False
+    ) -> None:
+        self.world, self.trainer, self.heartbeat, self.seconds, self.exact = world, trainer, heartbeat, seconds, exact
         self.expected = checkpoint_shapes(model_folder)
         self.group = self._join() if world.leads else None
 
@@ -144,7 +151,7 @@ class Sender:
         """Buckets one after the other; the next is gathered while the last is on its way."""
         import torch.distributed as dist
 
-        fused, report, pending = Fused(), Report(), None
+        fused, report, pending = Fused(self.exact), Report(), None
         seen: set[str] = set()
         for bucket in buckets(self._checked(seen, fused)):
             flat = flatten(tensor for _, tensor in bucket)

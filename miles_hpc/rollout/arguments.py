@@ -22,6 +22,7 @@ class EngineArguments:
     seed: int
     temperature: float
     stop_tokens: list[int]
+    numerics: str = "native"
 
     @classmethod
     def of(cls, config: Config, model_folder: Path) -> "EngineArguments":
@@ -36,6 +37,7 @@ class EngineArguments:
             seed=config.run.seed,
             temperature=config.rollout.temperature,
             stop_tokens=stop_tokens(model_folder),
+            numerics=config.run.numerics,
         )
 
 
@@ -47,7 +49,10 @@ def stop_tokens(model_folder: Path) -> list[int]:
     """
     for name in ("generation_config.json", "config.json"):
         file = model_folder / name
-        ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
+        try:
+            ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
+        except (OSError, ValueError, AttributeError) as error:
+            raise ModelError(f"cannot be read: {type(error).__name__}: {error}", where=str(file)) from None
         if ids is not None:
             return [ids] if isinstance(ids, int) else list(ids)
     raise ModelError("no eos_token_id in generation_config.json or config.json", where=str(model_folder))

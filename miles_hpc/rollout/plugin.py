@@ -7,10 +7,14 @@ from typing import Any
 
 ENGINE = "MILES_HPC_ENGINE"
 """Environment variable set by our engine host; other programs that use SGLang in this environment are left alone."""
+NUMERICS = "MILES_HPC_NUMERICS"
+"""Environment variable with the run's `run.numerics`."""
+EXACT_MODELS = "miles_hpc.rollout.models"
+"""Package of the model classes of exact numerics."""
 
 
 def register() -> None:
-    """Install the keyed sampler, and what SGLang 0.5.16 asks of CUDA on a machine that has none.
+    """Install the keyed sampler, the attention of exact numerics, and what SGLang 0.5.16 asks of CUDA where there is none.
 
     SGLang logs a failing plugin and goes on without it; samples would then silently depend on the batch. So a failure here
     ends the process.
@@ -32,15 +36,27 @@ def _register() -> None:
     from sglang.srt.utils import weight_checker
 
     from miles_hpc.digest import digest
-    from miles_hpc.rollout.sampler import KeyedSampler, carry_seeds
+    from miles_hpc.rollout.sampler import ExactSampler, KeyedSampler, carry_seeds
 
+    exact = os.environ.get(NUMERICS) == "exact"
     # SGLang forces the backend name "pytorch" on a CPU; custom factories win over built-in names.
-    register_sampler_backend("pytorch", KeyedSampler)
+    register_sampler_backend("pytorch", ExactSampler if exact else KeyedSampler)
+    if exact:
+        _exact(torch)
     SamplingBatchInfo.adjusted_from_schedule_batch = carry_seeds
     # SGLang hashes differently on CPU and CUDA; with ours the trainer can compute the same value on either.
     weight_checker._hash_tensor = digest
     if not torch.cuda.is_available():
         _without_cuda(torch)
+
+
+def _exact(torch: Any) -> None:
+    """Our attention under a name that SGLang knows: for any other it takes Triton bookkeeping kernels, also on a CPU."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    from miles_hpc.rollout.attention import ExactAttention
+
+    register_attention_backend("fa3" if torch.cuda.is_available() else "torch_native")(ExactAttention)
 
 
 def _without_cuda(torch: Any) -> None:

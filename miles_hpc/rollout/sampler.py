@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.sampler import Sampler
 
+from miles_hpc.kernels import logprob
 from miles_hpc.rollout import noise
 
 
@@ -26,7 +27,7 @@ class KeyedSampler(Sampler):
     ) -> torch.Tensor:
         """Token ids, int32 [requests]; log-probs go into `logits_output`."""
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
-        log_probs = torch.log_softmax(logits.float() / sampling_info.temperatures, dim=-1)
+        log_probs = self.log_softmax(logits, sampling_info.temperatures)
         greedy = sampling_info.top_ks <= 1
         tokens = noise.choose(log_probs, sampling_info.sampling_seed, positions, greedy).to(torch.int32)
         if return_logprob:
@@ -34,6 +35,17 @@ class KeyedSampler(Sampler):
             processor.compute_logprobs(log_probs, top_logprobs_nums, token_ids_logprobs, tokens).write_output_to(logits_output)
         self._sync_token_ids_across_tp(tokens, sampling_info)
         return tokens
+
+    def log_softmax(self, logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        """[requests, vocabulary], [requests, 1] -> [requests, vocabulary] float32."""
+        return torch.log_softmax(logits.float() / temperatures, dim=-1)
+
+
+class ExactSampler(KeyedSampler):
+    """With the trainer's formula, bit for bit."""
+
+    def log_softmax(self, logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        return logprob.log_softmax(logits, temperatures)
 
 
 def carry_seeds(info: Any, batch: Any, vocab_size: int) -> None:

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from miles_hpc.rollout import shim
+from miles_hpc.rollout import plugin, shim
 from miles_hpc.rollout.arguments import EngineArguments, server_arguments
 from miles_hpc.rollout.request import Output, Request, sampling_seed
 
@@ -65,7 +65,11 @@ def _start(arguments: EngineArguments) -> Any:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     if "miles_hpc.rollout.plugin:register" not in {point.value for point in entry_points(group="sglang.srt.plugins")}:
         raise RuntimeError("the SGLang plugin of miles_hpc has no entry point here: install the package with pip")
-    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(_other_models())
+    exact = arguments.numerics == "exact"
+    os.environ[plugin.NUMERICS] = arguments.numerics
+    os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = plugin.EXACT_MODELS if exact else ""
+    # In exact numerics none of SGLang's own classes is left to fall back to.
+    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(_other_models(() if exact else MODELS))
     from sglang.srt.entrypoints.engine import Engine
 
     class TokenEngine(Engine):
@@ -78,13 +82,13 @@ def _start(arguments: EngineArguments) -> Any:
     return TokenEngine(**server_arguments(arguments, cuda))
 
 
-def _other_models() -> list[str]:
-    """SGLang's model modules except ours: the scheduler would import all of them, for seconds and with warnings."""
+def _other_models(wanted: tuple[str, ...]) -> list[str]:
+    """SGLang's model modules except some: the scheduler would import all of them, for seconds and with warnings."""
     spec = find_spec("sglang")
     if not spec or not spec.submodule_search_locations:
         raise RuntimeError("sglang is not installed: make install")
     models = Path(spec.submodule_search_locations[0], "srt", "models")
-    return sorted(file.stem for file in models.glob("*.py") if file.stem not in MODELS)
+    return sorted(file.stem for file in models.glob("*.py") if file.stem not in wanted)
 
 
 class Host:

@@ -71,7 +71,7 @@ def check_parallel(config: Any, tensor_parallel: int, expert_parallel: int) -> N
         raise ModelError(f"train.expert_parallel = {expert_parallel}, but the model has no experts")
 
 
-def transformer_config(config: Any, dtype: torch.dtype, tensor_parallel: int, expert_parallel: int) -> Any:
+def transformer_config(config: Any, dtype: torch.dtype, tensor_parallel: int, expert_parallel: int, exact: bool = False) -> Any:
     """megatron-core's `TransformerConfig` for a transformers configuration.
 
     Sequence parallelism comes with tensor parallelism (megatron-core requires it for MoE), and experts are never split by
@@ -91,6 +91,7 @@ def transformer_config(config: Any, dtype: torch.dtype, tensor_parallel: int, ex
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
+        fp32_residual_connection=exact and dtype != torch.float32,
         tensor_model_parallel_size=tensor_parallel,
         sequence_parallel=tensor_parallel > 1,
         expert_model_parallel_size=expert_parallel,

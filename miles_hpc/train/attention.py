@@ -1,20 +1,20 @@
 """Causal attention over packed sequences, with rotary positions, as a megatron-core module.
 
 The model is built without megatron's own rotary embedding: it splits a pack into its sequences in every layer. Here the cosines
-and sines of a pack's tokens are looked up once (`Rotary.of`) and travel with the pack.
+and sines of a pack's tokens are looked up once (`kernels.rope`) and travel with the pack.
 """
 
 import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
-from miles_hpc.train.convert import head_dim
+from miles_hpc.kernels.rope import rotate
+from miles_hpc.kernels.tiles import Tiles
 
 
 @dataclass
@@ -31,45 +31,9 @@ class Packed(PackedSeqParams):
     cos: Tensor = None  # type: ignore[assignment]
     """[t, 1, head_dim] float32."""
     sin: Tensor = None  # type: ignore[assignment]
-    """[t, 1, head_dim] float32, negative in the first half (see `rotate`)."""
-
-
-class Rotary:
-    """Table of rotary embeddings (arXiv 2104.09864) for every position of the context.
-
-    Args:
-        config: a transformers configuration; its rope type and scaling are transformers' own.
-        length: positions.
-        where: device of the table.
-    """
-
-    def __init__(self, config: Any, length: int, where: torch.device) -> None:
-        frequencies, scale = _frequencies(config)
-        angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-        self.cos = (torch.cat([angles, angles], -1).cos() * scale).to(where)
-        self.sin = (torch.cat([-angles, angles], -1).sin() * scale).to(where)
-
-    def of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [t, 1, head_dim] of positions [t] int64."""
-        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
-
-
-def _frequencies(config: Any) -> tuple[Tensor, float]:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    parameters = config.rope_parameters
-    kind = parameters.get("rope_type", "default")
-    if kind != "default":
-        return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    size = head_dim(config)
-    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
-    return 1.0 / parameters["rope_theta"] ** exponents, 1.0
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [t, heads, head_dim], in float32: `x cos + swap(x) sin`, where `swap` exchanges the two halves."""
-    y = x.float()
-    return (y * cos + y.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+    """[t, 1, head_dim] float32, negative in the first half (see `rope.rotate`)."""
+    tiles: Tiles | None = None
+    """Query tiles, in exact numerics."""
 
 
 class CoreAttention(MegatronModule):

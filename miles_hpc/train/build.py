@@ -26,7 +26,7 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
     seconds = config.patience_seconds
     folder = paths.model_of(config)
     trainer = Trainer(config, folder, world.role_rank, world.role_size, _store(world, seconds))
-    sender = Sender(world, trainer, folder, heartbeat, seconds)
+    sender = Sender(world, trainer, folder, heartbeat, seconds, config.run.numerics == "exact")
     checkpoints = Checkpoints(paths, config.checkpoint.keep, world.role_barrier, world.leads)
     return TrainRole(config, paths, world, attempt, trainer, checkpoints, Clock(heartbeat), sender, seconds)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from miles_hpc import device
+from miles_hpc.kernels import logprob
 from miles_hpc.train import architecture
 from miles_hpc.train.loss import log_probs_and_entropy
 from miles_hpc.train.packing import Pack
@@ -78,14 +79,18 @@ class Policy:
         dtype: of weights and activations.
         groups: of ranks.
         length: longest sequence, in tokens.
+        exact: computed by `kernels`, as the engine does.
+
+    Raises:
+        NumericsError: exact numerics are not to be had on this machine.
     """
 
-    def __init__(self, config: Any, dtype: torch.dtype, groups: Groups, length: int) -> None:
-        from miles_hpc.train.attention import Rotary
+    def __init__(self, config: Any, dtype: torch.dtype, groups: Groups, length: int, exact: bool = False) -> None:
+        from miles_hpc.kernels.rope import Rotary
 
-        self.config, self.groups = config, groups
-        self.core_config = architecture.transformer_config(config, dtype, groups.tensor.size(), groups.expert.size())
-        self.module: Any = build(config, self.core_config, length)
+        self.config, self.groups, self.exact = config, groups, exact
+        self.core_config = architecture.transformer_config(config, dtype, groups.tensor.size(), groups.expert.size(), exact)
+        self.module: Any = build(config, self.core_config, length, exact)
         self.rotary = Rotary(config, length, device.device())
         self.wrapped = self.module
         self.load = ExpertLoad(self.module)
@@ -110,6 +115,8 @@ class Policy:
         """
         logits = self.wrapped(pack.tokens, None, None, packed_seq_params=self._packed(pack))[0]
         logits, first = self._own_vocabulary(logits[pack.before].float())
+        if self.exact:
+            return logprob.log_probs_and_entropy(logits, pack.targets, logits.new_tensor([temperature]))
         if temperature != 1.0:
             logits = logits / temperature
         return log_probs_and_entropy(logits, pack.targets, first, self.groups.tensor)
@@ -137,10 +144,16 @@ class Policy:
             cells=pack.cells,
             cos=cos,
             sin=sin,
+            tiles=self._tiles(pack) if self.exact else None,
         )
 
+    def _tiles(self, pack: Pack) -> Any:
+        from miles_hpc.train.exact import tiles_of
 
-def build(config: Any, core_config: Any, length: int) -> torch.nn.Module:
+        return tiles_of(pack, self.config.num_attention_heads // self.config.num_key_value_heads)
+
+
+def build(config: Any, core_config: Any, length: int, exact: bool = False) -> torch.nn.Module:
     """A `GPTModel` without weights, with this project's norm and attention; rotary positions are applied in the attention."""
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -148,16 +161,21 @@ def build(config: Any, core_config: Any, length: int) -> torch.nn.Module:
     with _quiet():
         module = GPTModel(
             core_config,
-            layer_spec(core_config),
+            layer_spec(core_config, exact),
             vocab_size=-(-config.vocab_size // tensor_parallel) * tensor_parallel,
             max_sequence_length=length,
             position_embedding_type="none",
             share_embeddings_and_output_weights=config.tie_word_embeddings,
         )
-    return module.to(device.device())
+    module = module.to(device.device())
+    if exact:
+        from miles_hpc.train.exact import check_linear, exchange_linear
+
+        check_linear(exchange_linear(module), core_config)
+    return module
 
 
-def layer_spec(core_config: Any) -> Any:
+def layer_spec(core_config: Any, exact: bool = False) -> Any:
     """megatron's local layers, with the norms, the core attention and the experts exchanged."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -167,6 +185,10 @@ def layer_spec(core_config: Any) -> Any:
     from miles_hpc.train.norm import RMSNorm
 
     block = get_gpt_decoder_block_spec(core_config, use_transformer_engine=False, normalization="RMSNorm")
+    if exact:
+        from miles_hpc.train.exact import exchange
+
+        return exchange(block, core_config)
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
         parts, attention = layer.submodules, layer.submodules.self_attention.submodules

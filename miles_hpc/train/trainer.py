@@ -66,7 +66,7 @@ class Trainer:
 
     def __init__(self, config: Config, model_folder: Path, rank: int, size: int, rendezvous: str | dist.Store) -> None:
         self.config, self.folder, self.rank, self.size = config.train, model_folder, rank, size
-        self.seed = config.run.seed
+        self.seed, self.exact, self.proved = config.run.seed, config.run.numerics == "exact", False
         self.longest_answer, self.objective = config.rollout.max_new_tokens, Objective.of(config)
         self.model_config = architecture.read(model_folder)
         tp, ep = config.train.tensor_parallel, config.train.expert_parallel
@@ -91,7 +91,7 @@ class Trainer:
         self.warm = False
 
     def _policy(self) -> Policy:
-        return Policy(self.model_config, self.dtype, self.groups, self.length)
+        return Policy(self.model_config, self.dtype, self.groups, self.length, self.exact)
 
     @property
     def replicas(self) -> int:
@@ -108,12 +108,14 @@ class Trainer:
 
         Raises:
             Diverged: a loss or gradient norm that is not finite.
+            NumericsError: the first step, in exact numerics, where trainer and sampler differ.
         """
         self._start_of_rl()
         plan = self._plan(samples, advantages, step)
         log_probs = np.zeros(len(samples.tokens), np.float32)
         meter = Meter(self.groups)
         self.policy.load.clear()
+        self._prove(samples, plan)
         self._score(self.policy, samples, plan.forward_only, log_probs, meter)
         reference = self._reference_log_probs(samples, plan)
         optimizer.set_hyperparameters(self.optimizer, self._hyperparameters(step))
@@ -156,6 +158,17 @@ class Trainer:
             into[batch.flat] = log_probs.cpu().numpy()
             if meter:
                 meter.entropy(entropy)
+
+    def _prove(self, samples: Samples, plan: Plan) -> None:
+        """In exact numerics, the first step goes on only if trainer and sampler agree bit for bit."""
+        if not self.exact or self.proved:
+            return
+        from miles_hpc.train.exact import prove
+
+        log_probs = np.zeros(len(samples.tokens), np.float32)
+        self._score(self.policy, samples, plan.shares, log_probs, None)
+        prove(samples, plan.shares[self.groups.data.rank()], log_probs)
+        self.proved = True
 
     def _reference_log_probs(self, samples: Samples, plan: Plan) -> np.ndarray | None:
         if self.reference is None:

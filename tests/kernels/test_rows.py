@@ -33,6 +33,11 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]
         lambda x: logprob.reference(x, TARGETS[: len(x)], TEMPERATURE.double())[0][:, None],
         [random(TOKENS, 155)],
     ),
+    "log_prob_and_entropy": (
+        lambda x: torch.stack(logprob.log_probs_and_entropy(x, TARGETS[: len(x)], TEMPERATURE), 1),
+        lambda x: torch.stack(logprob.reference(x, TARGETS[: len(x)], TEMPERATURE.double()), 1),
+        [random(TOKENS, 155)],
+    ),
 }
 
 

@@ -1,0 +1,184 @@
+"""Qwen3, Qwen3-MoE and Llama for SGLang, computed by `kernels` as the trainer does (`train/exact.py`).
+
+Parameters carry the checkpoint's names, so every way to load and update weights is a checked copy. What one matrix product
+reads lies together: the parameters are parts of a larger tensor.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.radix_attention import RadixAttention
+from torch import Tensor, nn
+
+from miles_hpc.kernels import moe, selftest
+from miles_hpc.kernels.activation import swiglu
+from miles_hpc.kernels.linear import linear
+from miles_hpc.kernels.norm import rms_norm
+from miles_hpc.kernels.rope import Rotary, rotate
+from miles_hpc.train.convert import has_qk_norm, head_dim, is_moe_layer
+
+
+class Weight(nn.Module):
+    """A parameter by the name `weight`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(tensor, requires_grad=False)
+
+
+def stack(owner: nn.Module, columns: int, **rows: int) -> Tensor:
+    """[sum of rows, columns]; `owner.NAME.weight` are its parts from top to bottom."""
+    whole = torch.empty(sum(rows.values()), columns)
+    for name, part in zip(rows, whole.split(list(rows.values())), strict=True):
+        owner.add_module(name, Weight(part))
+    return whole
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__()
+        self.size, self.eps = head_dim(config), config.rms_norm_eps
+        self.heads, self.groups = config.num_attention_heads, config.num_key_value_heads
+        kv = self.groups * self.size
+        self.qkv = stack(self, config.hidden_size, q_proj=self.heads * self.size, k_proj=kv, v_proj=kv)
+        self.o_proj = Weight(torch.empty(config.hidden_size, self.heads * self.size))
+        self.normed = has_qk_norm(config)
+        if self.normed:
+            self.q_norm, self.k_norm = Weight(torch.empty(self.size)), Weight(torch.empty(self.size))
+        self.attend = RadixAttention(self.heads, self.size, self.size**-0.5, self.groups, layer_id=layer)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Any) -> Tensor:
+        """[t, hidden] -> [t, hidden]."""
+        qkv = linear(x, self.qkv).view(len(x), -1, self.size)
+        q, k, v = qkv.split([self.heads, self.groups, self.groups], 1)
+        if self.normed:
+            q, k = rms_norm(q, self.q_norm.weight, self.eps), rms_norm(k, self.k_norm.weight, self.eps)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        return linear(self.attend(q.flatten(1), k, v.contiguous(), batch), self.o_proj.weight)
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        width = config.intermediate_size
+        self.up = stack(self, config.hidden_size, gate_proj=width, up_proj=width)
+        self.down_proj = Weight(torch.empty(config.hidden_size, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[t, hidden] -> [t, hidden]."""
+        return linear(swiglu(linear(x, self.up)), self.down_proj.weight)
+
+
+class Expert(nn.Module):
+    def __init__(self, up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        gate, up = up.chunk(2)
+        self.gate_proj, self.up_proj, self.down_proj = Weight(gate), Weight(up), Weight(down)
+
+
+class MoE(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        count, width, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
+        self.top_k, self.renormalise = config.num_experts_per_tok, config.norm_topk_prob
+        self.gate = Weight(torch.empty(count, hidden))
+        self.up, self.down = torch.empty(count, 2 * width, hidden), torch.empty(count, hidden, width)
+        self.experts = nn.ModuleList(Expert(u, d) for u, d in zip(self.up, self.down, strict=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[t, hidden] -> [t, hidden]."""
+        logits = linear(x.float(), self.gate.weight.float())
+        return moe.experts(x, *moe.route(logits, self.top_k, self.renormalise), self.up, self.down)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Any, index: int) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.input_layernorm = Weight(torch.empty(config.hidden_size))
+        self.post_attention_layernorm = Weight(torch.empty(config.hidden_size))
+        self.self_attn = Attention(config, index)
+        self.mlp = MoE(config) if is_moe_layer(config, index) else MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Any) -> Tensor:
+        """[t, hidden] float32 -> [t, hidden] float32."""
+        x = x + self.self_attn(rms_norm(x, self.input_layernorm.weight, self.eps), cos, sin, batch)
+        return x + self.mlp(rms_norm(x, self.post_attention_layernorm.weight, self.eps))
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.embed_tokens = Weight(torch.empty(config.vocab_size, config.hidden_size))
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Weight(torch.empty(config.hidden_size))
+        # Not a buffer: it is neither loaded nor cast.
+        self.rotary = Rotary(config, config.max_position_embeddings, self.norm.weight.device)
+
+    def forward(self, ids: Tensor, positions: Tensor, batch: Any) -> Tensor:
+        """[t] int64 twice -> [t, hidden]."""
+        x = self.embed_tokens.weight[ids].float()
+        cos, sin = self.rotary.of(positions)
+        for layer in self.layers:
+            x = layer(x, cos, sin, batch)
+        return rms_norm(x, self.norm.weight, self.eps)
+
+
+class Logits(LogitsProcessor):
+    def _compute_lm_head(self, hidden_states: Tensor, lm_head: Any, embedding_bias: Any = None) -> Tensor:
+        return linear(hidden_states, lm_head.weight)
+
+
+class ExactModel(nn.Module):
+    """What SGLang asks of a model class."""
+
+    def __init__(self, config: Any, quant_config: Any = None, prefix: str = "") -> None:
+        super().__init__()
+        self.config = config
+        self.model = Decoder(config)
+        tied = config.tie_word_embeddings
+        self.lm_head = self.model.embed_tokens if tied else Weight(torch.empty(config.vocab_size, config.hidden_size))
+        self.logits_processor = Logits(config)
+        shapes = {(p.shape[1], p.shape[0]) for p in self.parameters() if p.dim() == 2}
+        here = self.lm_head.weight
+        selftest.check(shapes, head_dim(config), here.dtype, here.device)
+
+    @torch.no_grad()
+    def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: Any, **unused: Any) -> Any:
+        """[t] int64 twice -> SGLang's `LogitsProcessorOutput`."""
+        hidden = self.model(input_ids, positions, forward_batch)
+        return self.logits_processor(input_ids, hidden, self.lm_head, forward_batch)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy tensors by checkpoint name.
+
+        Raises:
+            KeyError, ValueError: a name or shape that the model does not have; SGLang's own classes only log unknown names.
+        """
+        own = dict(self.named_parameters())
+        for name, value in weights:
+            if name == "lm_head.weight" and self.config.tie_word_embeddings:
+                continue
+            if name not in own:
+                raise KeyError(f"{name} is not a parameter of {type(self).__name__}")
+            if own[name].shape != value.shape:
+                raise ValueError(f"{name}: {tuple(value.shape)} given, {tuple(own[name].shape)} wanted")
+            own[name].data.copy_(value)
+
+
+class Qwen3ForCausalLM(ExactModel):
+    pass
+
+
+class Qwen3MoeForCausalLM(ExactModel):
+    pass
+
+
+class LlamaForCausalLM(ExactModel):
+    pass
+
+
+EntryClass = [Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM]

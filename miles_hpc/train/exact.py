@@ -1,0 +1,170 @@
+"""Exact numerics on the training side: megatron-core's layers computed by `kernels`, and the proof at the first step.
+
+Parameters keep their names and places, so checkpoints, weight sync and export do not notice.
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from miles_hpc.errors import NumericsError
+from miles_hpc.kernels import moe, selftest
+from miles_hpc.kernels.activation import swiglu
+from miles_hpc.kernels.attention import Grid, varlen
+from miles_hpc.kernels.linear import linear
+from miles_hpc.kernels.norm import rms_norm
+from miles_hpc.kernels.rope import rotate
+from miles_hpc.kernels.tiles import Tiles, tiles
+from miles_hpc.samples.schema import Samples
+from miles_hpc.train import norm
+from miles_hpc.train.attention import Packed
+from miles_hpc.train.packing import spans
+
+
+class RMSNorm(norm.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., hidden] -> [..., hidden]."""
+        return rms_norm(x, self.weight, self.eps)
+
+
+class CoreAttention(MegatronModule):
+    """megatron-core's `core_attention` for packs."""
+
+    def __init__(self, config: Any, *unused: Any, softmax_scale: float | None = None, **more: Any) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *unused: Any,
+        packed_seq_params: Packed,
+        **more: Any,
+    ) -> Tensor:
+        """[t, heads, head_dim], [t, groups, head_dim] twice -> [t, heads * head_dim]."""
+        pack = packed_seq_params
+        query, key = rotate(query, pack.cos, pack.sin), rotate(key, pack.cos, pack.sin)
+        grid = Grid(pack.rows, pack.cells, pack.max_seqlen_q)
+        return varlen(query, key, value, pack.tiles, grid, self.scale).flatten(1)
+
+
+class SwiGLU(MLP):
+    def forward(self, hidden: Tensor, *unused: Any, **more: Any) -> tuple[Tensor, None]:
+        """[t, 1, hidden] -> [t, 1, hidden], and no bias."""
+        return self.linear_fc2(swiglu(self.linear_fc1(hidden)[0]))[0], None
+
+
+class Router(TopKRouter):
+    def forward(self, hidden: Tensor, *unused: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """[t, hidden] -> probabilities [t, k], map [t, experts] bool (what was chosen), expert ids [t, k]."""
+        logits = linear(hidden.float(), self.weight.float())
+        probs, ids = moe.route(logits, self.config.moe_router_topk, not self.config.moe_router_pre_softmax)
+        return probs, torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True), ids
+
+
+class MoE(MoELayer):
+    """All experts on this rank: tokens are not exchanged."""
+
+    def forward(self, hidden: Tensor, *unused: Any, **more: Any) -> tuple[Tensor, None]:
+        """[t, 1, hidden] -> [t, 1, hidden], and no bias."""
+        x = hidden.flatten(0, -2)
+        probs, _, ids = self.router(x)
+        experts = self.experts.local_experts
+        up, down = [e.linear_fc1.weight for e in experts], [e.linear_fc2.weight for e in experts]
+        return moe.experts(x, probs, ids, up, down).view_as(hidden), None
+
+
+def exchange(block: Any, core_config: Any) -> Any:
+    """Put these modules into megatron's block specification; returns it."""
+    from megatron.core.transformer.moe.moe_layer import MoESubmodules
+
+    block.layer_norm = RMSNorm
+    for layer in block.layer_specs:
+        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        parts.self_attn_bda = parts.mlp_bda = _add
+        attention.core_attention = CoreAttention
+        if core_config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        submodules = parts.mlp.keywords["submodules"]  # the builder is a partial
+        if isinstance(submodules, MoESubmodules):
+            submodules.router = Router
+            parts.mlp = partial(MoE, **parts.mlp.keywords)
+        else:
+            parts.mlp = partial(SwiGLU.as_mlp_submodule, **parts.mlp.keywords)
+    return block
+
+
+def _add(training: bool, fused: bool) -> Any:
+    """Megatron's bias, dropout and residual: there is neither bias nor dropout, and the residual stays in float32."""
+    return lambda output, residual, dropout: residual + output[0]
+
+
+def exchange_linear(module: torch.nn.Module) -> torch.nn.Module:
+    """Let megatron's linear layers, the output layer included, use the row-invariant product; returns the module."""
+    for layer in module.modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            layer._forward_impl = _linear
+    return module
+
+
+def _linear(input: Tensor, weight: Tensor, **unused: Any) -> Tensor:
+    return linear(input, weight)
+
+
+def tiles_of(pack: Any, group: int) -> Tiles:
+    """Query tiles of a `packing.Pack`; its keys lie in the order of its tokens."""
+    bounds = pack.bounds.long()
+    table = bounds[:-1, None] + torch.arange(pack.longest, device=bounds.device)
+    return tiles(bounds.diff().tolist(), pack.positions, table.clamp(max=int(bounds[-1]) - 1), group)
+
+
+def check_linear(module: torch.nn.Module, core_config: Any) -> None:
+    """Refuse shapes of this model that this machine does not compute row by row alike.
+
+    Raises:
+        NumericsError.
+    """
+    weights = [p for name, p in module.named_parameters() if p.dim() == 2]
+    shapes = {(p.shape[1], p.shape[0]) for p in weights}
+    selftest.check(shapes, core_config.kv_channels, core_config.params_dtype, weights[0].device)
+
+
+def prove(samples: Samples, own: np.ndarray, log_probs: np.ndarray) -> None:
+    """Compare the trainer's log-probs of sampled tokens with the sampler's, bit for bit.
+
+    Args:
+        samples: of the step.
+        own: [m] int64, samples that this rank scored.
+        log_probs: [tokens] float32, aligned with `samples.tokens`.
+
+    Raises:
+        NumericsError: names the first token that differs.
+    """
+    index = spans(samples.offsets[own], samples.lengths[own])
+    answers = index[samples.loss_mask[index] != 0]
+    different = answers[log_probs[answers] != samples.rollout_log_probs[answers]]
+    if not len(different):
+        return
+    token = int(different[0])
+    sample = int(np.searchsorted(samples.offsets, token, side="right")) - 1
+    position = token - samples.offsets[sample]
+    where = f"prompt {samples.prompt_ids[sample]}, sample {samples.sample_index[sample]}, position {position}"
+    values = f"{log_probs[token]!r} in training, {samples.rollout_log_probs[token]!r} in the sampler"
+    raise NumericsError(
+        f"exact numerics: {len(different)} of {len(answers)} sampled tokens have other log-probs; the first: {values}",
+        where=where,
+        next_step='set run.numerics = "native" to go on with the difference',
+    )
