@@ -41,7 +41,7 @@ def job_spec(config: Config, cluster: str, folder: Path) -> JobSpec:
 def site_of(config: Config) -> str:
     """`slurm.site`; the name of a file is relative to the TOML file."""
     named = config.slurm.site
-    return str(Path(config.run.edges_folder) / Path(named).expanduser()) if named.endswith(".toml") else named
+    return str(Path(config.run.edges_folder) / configuration.expanded(named)) if named.endswith(".toml") else named
 
 
 def job_text(job: JobSpec, without_slurm: bool) -> str:
@@ -59,7 +59,7 @@ def folder_of(config: Config, taken: bool = True) -> Path:
         taken: look at the disk; else the name with 000 will do.
     """
     if config.run.folder:
-        return Path(config.run.folder).expanduser().resolve()
+        return configuration.expanded(config.run.folder).resolve()
     candidates = (Path("runs", f"{config.run.name}-{n:03d}").resolve() for n in range(100000))
     return next(folder for folder in candidates if not taken or not folder.exists())
 

@@ -14,9 +14,31 @@ import tomli_w
 from pydantic import ValidationError, model_validator
 
 from miles_hpc.errors import ConfigError
-from miles_hpc.sections import Checkpoint, Component, Data, Eval, Model, Rollout, Run, Section, Slurm, Train, WarmStart, is_edge
+from miles_hpc.sections import (
+    EDGE,
+    RUN_NAME,
+    Checkpoint,
+    Component,
+    Data,
+    Eval,
+    Model,
+    Rollout,
+    Run,
+    Section,
+    Slurm,
+    Train,
+    WarmStart,
+    is_edge,
+)
 
-__all__ = ["Component", "Config", "Data", "Train", "dump", "is_edge", "load", "read"]
+__all__ = ["Component", "Config", "Data", "Train", "dump", "expanded", "is_edge", "load", "read"]
+
+PATTERNS = {
+    EDGE: "module:function is needed",
+    RUN_NAME: "only letters, digits, '.', '_' and '-', a letter or a digit first",
+}
+SAID = {"model_type": "this is a section, keys are set in it", "model_attributes_type": "this is a section, keys are set in it"}
+"""In place of pydantic's words."""
 
 
 class Config(Section):
@@ -81,6 +103,11 @@ def _problems(c: Config) -> Iterable[str]:
     if c.rollout.max_new_tokens >= c.model.context_length:
         yield (
             f"rollout.max_new_tokens = {c.rollout.max_new_tokens} leaves no room for a prompt in "
+            f"model.context_length = {c.model.context_length}"
+        )
+    if c.rollout.kv_cache_tokens < c.model.context_length:
+        yield (
+            f"rollout.kv_cache_tokens = {c.rollout.kv_cache_tokens} does not hold one sequence of "
             f"model.context_length = {c.model.context_length}"
         )
     if c.run.numerics == "exact":
@@ -151,15 +178,15 @@ def dump(config: Config) -> str:
 
 def _toml(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))  # editors of Windows put a byte order mark first
     except FileNotFoundError:
         hint = "name an existing TOML file, for example docs/examples/arithmetic-moe.toml"
         raise ConfigError("no such file", where=str(file), next_step=hint) from None
-    except (IsADirectoryError, PermissionError) as error:
+    except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=str(file)) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"not UTF-8 (byte {error.start})", where=str(file)) from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"not valid TOML: {error}", where=str(file)) from None
 
 
@@ -190,18 +217,28 @@ def _absolute(raw: dict[str, Any], folder: Path) -> None:
     if isinstance(run, dict):
         run.setdefault("edges_folder", str(folder))
     if isinstance(model, dict) and isinstance(model.get("path"), str) and model["path"]:
-        model["path"] = str(folder / Path(model["path"]).expanduser())
+        model["path"] = str(folder / expanded(model["path"]))
     for key in ("prompts", "eval"):
         value = data.get(key) if isinstance(data, dict) else None
         if isinstance(data, dict) and isinstance(value, str) and value and not is_edge(value):
-            data[key] = str(folder / Path(value).expanduser())
+            data[key] = str(folder / expanded(value))
+
+
+def expanded(name: str) -> Path:
+    """The file with the home folder for `~`; as it is written where there is no such user."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        return Path(name)
 
 
 def _validate(raw: dict[str, Any], file: str) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError("\n".join(_say(e) for e in error.errors()), where=file) from None
+        # of `Edge | Literal[""]` only the first has something to say
+        errors = [e for e in error.errors() if e.get("ctx", {}).get("expected") != "''"]
+        raise ConfigError("\n".join(_say(e) for e in errors), where=file) from None
 
 
 def _say(error: Any) -> str:
@@ -214,8 +251,13 @@ def _say(error: Any) -> str:
         return f"{key}: unknown key; did you mean {', '.join('.'.join([*path[:-1], n]) for n in near)}?"
     if error["type"] == "missing":
         return f"{key}: missing"
-    message = error["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    return f"{key}: {message} (got {error['input']!r})" if key and not isinstance(error["input"], dict) else message
+    if error["type"] == "value_error":  # from a validator of ours, which names the keys
+        return error["msg"].removeprefix("Value error, ")
+    message = SAID.get(error["type"], error["msg"])
+    if error["type"] == "string_pattern_mismatch":
+        message = PATTERNS.get(error["ctx"]["pattern"], error["msg"])
+    got = "a section" if isinstance(error["input"], dict) else repr(error["input"])
+    return f"{key}: {message} (got {got})"
 
 
 def _names(path: list[str]) -> list[str]:

@@ -8,24 +8,26 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
-Edge = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+EDGE = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
+RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+Edge = Annotated[str, StringConstraints(pattern=EDGE)]
 PositiveInt = Annotated[int, Field(ge=1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
 Scalar = bool | int | float | str | list[bool | int | float | str]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True, allow_inf_nan=False)
 
 
 class Run(Section):
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, StringConstraints(pattern=RUN_NAME, max_length=100)]
     """Name of the run; letters, digits, `.`, `_`, `-`."""
-    steps: PositiveInt
+    steps: Annotated[int, Field(ge=1, le=999_999)]
     """Number of rollout-and-train steps."""
     folder: str = ""
     """The run's own folder; empty: `runs/<name>-NNN` below the current folder."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of prompt order, sampling noise and initial weights."""
     numerics: Literal["native", "exact"] = "native"
     """`native`: each side uses its fastest operations; `exact`: both use the same, log-probs are equal bit for bit."""
@@ -53,7 +55,7 @@ class Model(Section):
 
 
 class Data(Section):
-    prompts: str
+    prompts: Annotated[str, StringConstraints(min_length=1)]
     """Training prompts: a .jsonl or .parquet file (relative to the TOML file), or an edge `module:function`."""
     eval: str = ""
     """Held-out prompts, same forms; empty: no evaluation."""

@@ -72,12 +72,33 @@ def test_unknown_key_names_the_nearest(file, override, expected):
         ("run.numerics=fast", "run.numerics"),
         ("rollout.reward=no-edge", "rollout.reward"),
         ("rollout.staleness=2", "rollout.staleness"),
-        ("slurm.train=3", "slurm.train"),
+        ("slurm.train=3", "slurm.train: this is a section"),
+        ("slurm.train.nodes.x=3", "slurm.train.nodes: "),
+        ("data.prompts=", "data.prompts"),
+        ("run.steps=1000000", "run.steps"),
+        ("run.seed=4294967296", "run.seed"),
+        ("rollout.reward=beside", "rollout.reward: module:function is needed"),
+        ("model.source=beside", "model.source: module:function is needed"),
+        ("run.name=a b", "run.name: only letters, digits"),
     ],
 )
 def test_wrong_type_or_value_names_the_key(file, override, key):
     message = refused(file, override)
     assert key in message and str(file) in message
+
+
+FLOATS = [
+    f"{section}.{key}"
+    for section, model in config.Config.model_fields.items()
+    for key, field in getattr(model.annotation, "model_fields", {}).items()
+    if field.annotation is float
+]
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+@pytest.mark.parametrize("key", FLOATS)
+def test_no_number_may_be_infinite(file, key, value):
+    assert key in refused(file, f"{key}={value}")
 
 
 def test_missing_key(file):
@@ -147,6 +168,19 @@ def test_files_that_cannot_be_read(tmp_path, file):
     assert "not valid TOML" in refused(file)
     file.write_text("", encoding="utf-8")
     assert "run: missing" in refused(file)
+    assert "Not a directory" in refused(file / "below")
+    assert "name too long" in refused(tmp_path / ("x" * 300))
+
+
+@pytest.mark.parametrize("change", [lambda text: b"\xef\xbb\xbf" + text, lambda text: text.replace(b"\n", b"\r\n")])
+def test_what_editors_of_windows_write(file, change):
+    expected = config.load(file)
+    file.write_bytes(change(MINIMAL.encode()))
+    assert config.load(file) == expected
+
+
+def test_a_home_that_is_nobodys_is_a_name_like_any_other(file):
+    assert config.load(file, ["data.prompts=~no-such-user/x"]).data.prompts.endswith("~no-such-user/x")
 
 
 def test_a_path_with_spaces(tmp_path):
