@@ -5,6 +5,7 @@ a step depend on the configuration only, never on attempts or engines.
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,9 +93,11 @@ class Prompts:
         longest = 0
         for row in range(len(self.rows)):
             count = len(self.tokens(row))
-            if not 0 < count <= limit:
+            if not count:
+                raise DataError(f"prompt {row} is empty: it has no tokens", where=f"{self.source}, row {row}")
+            if count > limit:
                 raise DataError(
-                    f"prompt {row} has {count} tokens; from 1 to {limit} fit (model.context_length - rollout.max_new_tokens)",
+                    f"prompt {row} has {count} tokens; at most {limit} fit (model.context_length - rollout.max_new_tokens)",
                     where=f"{self.source}, row {row}",
                     next_step="raise model.context_length, lower rollout.max_new_tokens, or shorten the prompt",
                 )
@@ -127,9 +130,12 @@ def tokenizer_of(model_folder: Path) -> Any:
 
     device.define_torchvision_operators()
     try:
-        return AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)
+    except Exception as error:  # transformers lets through whatever a broken file brings up
         raise ModelError(f"no usable tokenizer: {edges.describe(error)[:300]}", where=str(model_folder)) from None
+    if not tokenizer("abc ABC 012 .,+-=")["input_ids"]:  # transformers makes an empty one up where the files are missing
+        raise ModelError("no usable tokenizer: it has no tokens (tokenizer.json is missing?)", where=str(model_folder))
+    return tokenizer
 
 
 def _rows(config: Config, source: str, split: Split) -> Iterator[Row]:
@@ -139,7 +145,9 @@ def _rows(config: Config, source: str, split: Split) -> Iterator[Row]:
     file = Path(source)
     if not file.is_file():
         raise DataError("no such file", where=source, next_step="data.prompts and data.eval name a .jsonl or .parquet file")
-    records = _parquet(file, config.data) if file.suffix == ".parquet" else _jsonl(file)
+    if not os.access(file, os.R_OK):
+        raise DataError("the file may not be read", where=source, next_step="look at its permissions: ls -l")
+    records = _parquet(file, config.data) if file.suffix.lower() == ".parquet" else _jsonl(file)
     for number, record in records:
         yield _row(record, config.data, f"{source}, {number}")
 
@@ -169,6 +177,8 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"not UTF-8: byte {error.start} of the line is 0x{line[error.start]:02x}", where=where) from None
     except json.JSONDecodeError as error:
         raise DataError(f"not JSON: {error.msg} at column {error.colno}", where=where) from None
+    except (RecursionError, ValueError) as error:  # thousands of brackets, a number of thousands of digits
+        raise DataError(f"not usable JSON: {edges.describe(error)[:200]}", where=where) from None
     if not isinstance(record, dict):
         raise DataError(f"a JSON object is needed, got {type(record).__name__}", where=where)
     return record
@@ -188,7 +198,7 @@ def _parquet(file: Path, columns: Data) -> Iterator[tuple[str, dict[str, Any]]]:
             for record in batch.to_pylist():
                 yield f"row {number}", record
                 number += 1
-    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         raise DataError(f"not a readable Parquet file: {edges.describe(error)[:300]}", where=str(file)) from None
 
 
@@ -197,6 +207,7 @@ def _row(record: Mapping[str, Any], columns: Data, where: str) -> Row:
     prompt = record[columns.prompt_column]
     if not (isinstance(prompt, str) or _is_messages(prompt)):
         raise DataError(f"{columns.prompt_column} must be a text or a list of messages with role and content", where=where)
+    _check_text(prompt, columns.prompt_column, where)
     metadata = record.get(columns.metadata_column)
     if isinstance(metadata, str):
         metadata = _mapping(metadata, where)
@@ -205,11 +216,21 @@ def _row(record: Mapping[str, Any], columns: Data, where: str) -> Row:
     return Row(prompt, record.get(columns.label_column), metadata or {})
 
 
+def _check_text(prompt: str | list[dict[str, str]], column: str, where: str) -> None:
+    """JSON can spell half a surrogate pair, which no tokenizer takes."""
+    for text in [prompt] if isinstance(prompt, str) else [text for message in prompt for text in message.values()]:
+        try:
+            str(text).encode()
+        except UnicodeEncodeError as error:
+            found = f"half a surrogate pair at character {error.start}"
+            raise DataError(f"{column} is not valid Unicode: {found}", where=where) from None
+
+
 def _mapping(text: str, where: str) -> Any:
     """Parquet files often hold nested values as JSON text."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (RecursionError, ValueError):
         raise DataError("metadata is a text that is not JSON", where=where) from None
 
 

@@ -92,7 +92,10 @@ def make_model(run: Config, folder: Path) -> None:
     key = "model.source"
     source = edges.load(run.model.source, run.run.edges_folder, key=key, arguments=("folder", "seed"))
     temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    temporary.mkdir(parents=True)
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise ModelError(f"cannot be written: {error.strerror}", where=str(folder)) from None
     try:
         edges.call(source, temporary, run.run.seed, key=f"{key} = {run.model.source!r}")
         if not (temporary / "config.json").exists():
@@ -117,15 +120,13 @@ def check_model(folder: Path, context_length: int) -> dict[str, Any]:
         ModelError: unreadable, another architecture, no safetensors, or a shorter context than asked for.
     """
     file = folder / "config.json"
-    try:
-        facts = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"cannot be read: {edges.describe(error)}", where=str(file)) from None
-    architecture = (facts.get("architectures") or ["none"])[0]
+    facts = _facts(file)
+    architecture = next(iter(facts.get("architectures") or ["none"]), "none")
     if architecture not in ARCHITECTURES:
         raise ModelError(f"architecture {architecture} is not supported; {', '.join(ARCHITECTURES)} are", where=str(file))
     if not list(folder.glob("*.safetensors")):
         raise ModelError("there are no *.safetensors files", where=str(folder), next_step="save the model with safetensors")
+    _check_tensors(folder)
     longest = facts["max_position_embeddings"]
     if context_length > longest:
         raise ModelError(
@@ -135,6 +136,40 @@ def check_model(folder: Path, context_length: int) -> dict[str, Any]:
         )
     stop_tokens(folder)
     return facts
+
+
+def _facts(file: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot be read: {edges.describe(error)}", where=str(file)) from None
+    if not isinstance(facts, dict):
+        raise ModelError("not a model's config.json: a JSON object is needed", where=str(file))
+    if not isinstance(facts.get("architectures"), list | None):
+        raise ModelError(f"architectures = {facts['architectures']!r}, a list is needed", where=str(file))
+    if facts.get("architectures"):
+        for key in ("max_position_embeddings", "vocab_size"):
+            if not isinstance(facts.get(key), int):
+                raise ModelError(f"{key} = {facts.get(key)!r}, a whole number is needed", where=str(file))
+    return facts
+
+
+def _check_tensors(folder: Path) -> None:
+    """Files are whole (their headers are read, not their tensors): a download that was cut, a Git LFS pointer."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, "np"):
+                pass
+        except (SafetensorError, OSError) as error:
+            hint = "download or save the model again"
+            raise ModelError(f"damaged checkpoint file: {error}", where=str(file), next_step=hint) from None
+    index = folder / "model.safetensors.index.json"
+    shards = _facts(index).get("weight_map", {}).values() if index.exists() else ()
+    for name in sorted(set(shards)):
+        if not (folder / name).is_file():
+            raise ModelError(f"{index.name} names {name}, which is not there", where=str(folder))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Prompts: files, columns, order, and what is wrong with them."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -99,6 +100,11 @@ def test_an_edge_as_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (b'{"prompt": [{"role": "user"}]}', "must be a text or a list of messages", "line 1"),
         (b'{"prompt": "a", "metadata": [1]}', "metadata must be a mapping, got list", "line 1"),
         (b'{"prompt": "a", "metadata": "x"}', "not JSON", "line 1"),
+        (b"[" * 100_000, "not usable JSON: RecursionError", "line 1"),
+        (b'{"prompt": "a", "metadata": "' + b"[" * 100_000 + b'"}', "not JSON", "line 1"),
+        (b'{"prompt": "a", "label": ' + b"9" * 5000 + b"}", "not usable JSON", "line 1"),
+        (b'{"prompt": "a \\ud800"}', "not valid Unicode: half a surrogate pair at character 2", "line 1"),
+        (b'{"prompt": [{"role": "user", "content": "\\ud800"}]}', "not valid Unicode", "line 1"),
     ],
 )
 def test_bad_jsonl(tmp_path: Path, content: bytes, what: str, where: str) -> None:
@@ -135,6 +141,18 @@ def test_missing_file_and_column_and_garbage(tmp_path: Path) -> None:
         data.load(config(tmp_path / "garbage.parquet"), "train")
 
 
+def test_a_damaged_parquet_file_is_named_or_harmless(tmp_path: Path) -> None:
+    good = parquet(tmp_path, {"prompt": [f"text {i}" for i in range(50)]}).read_bytes()
+    file = tmp_path / "DAMAGED.PARQUET"
+    for start in range(4, len(good), 23):
+        file.write_bytes(good[:start] + b"\xff" * 8 + good[start + 8 :])
+        with contextlib.suppress(DataError):
+            data.load(config(file), "train")
+        file.write_bytes(good[:start])
+        with pytest.raises(DataError, match="Parquet"):
+            data.load(config(file), "train")
+
+
 def prompts(count: int, seed: int = 0, **fields: Any) -> Prompts:
     settings = {"chat": False, "seed": seed, "source": "here"} | fields
     return Prompts([Row(f"w{i} " * (i + 1)) for i in range(count)], Words(), **settings)
@@ -161,11 +179,11 @@ def test_order_depends_on_seed_and_epoch_only() -> None:
 
 def test_prompts_that_are_too_long_or_empty() -> None:
     assert prompts(3).check(4) == 4  # the longest: three words and one special token
-    with pytest.raises(DataError, match="prompt 2 has 4 tokens; from 1 to 3 fit") as caught:
+    with pytest.raises(DataError, match="prompt 2 has 4 tokens; at most 3 fit") as caught:
         prompts(5).check(3)
     assert caught.value.where == "here, row 2"
     no_tokens = Prompts([Row("a")], lambda text, add_special_tokens: {"input_ids": []}, chat=False, seed=0, source="here")
-    with pytest.raises(DataError, match="prompt 0 has 0 tokens"):
+    with pytest.raises(DataError, match="prompt 0 is empty"):
         no_tokens.check(3)
 
 

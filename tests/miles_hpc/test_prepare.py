@@ -1,8 +1,10 @@
 """What a user can get wrong is found before any rank starts, with a verdict and without a traceback."""
 
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,47 @@ def test_bad_models(tmp_path: Path, model_folder: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ModelError, match="cannot be read"):
         prepare.check_model(tmp_path, 64)
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _facts(**changes: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        facts = json.loads((folder / "config.json").read_text()) | changes
+        (folder / "config.json").write_text(json.dumps(facts))
+
+    return change
+
+
+DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a list": (lambda f: (f / "config.json").write_text("[]"), "a JSON object is needed"),
+    "no positions": (_facts(max_position_embeddings=None), "max_position_embeddings = None"),
+    "positions in words": (_facts(max_position_embeddings="512"), "max_position_embeddings = '512'"),
+    "no vocabulary": (_facts(vocab_size=None), "vocab_size = None"),
+    "architecture in words": (_facts(architectures="Qwen3MoeForCausalLM"), "a list is needed"),
+    "half a file": (lambda f: _cut(f / "model.safetensors"), "damaged checkpoint file"),
+    "an empty file": (lambda f: (f / "model.safetensors").write_bytes(b""), "damaged checkpoint file"),
+    "a pointer": (lambda f: (f / "model.safetensors").write_text("version https://git-lfs.example"), "damaged checkpoint file"),
+    "a missing shard": (
+        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}'),
+        "names gone.safetensors, which is not there",
+    ),
+    "half a generation_config": (lambda f: (f / "generation_config.json").write_text("{"), "cannot be read"),
+    "a list as generation_config": (lambda f: (f / "generation_config.json").write_text("[]"), "cannot be read"),
+    "no tokenizer": (lambda f: [file.unlink() for file in f.glob("tokenizer*")], "no usable tokenizer"),
+    "half a tokenizer": (lambda f: _cut(f / "tokenizer.json"), "no usable tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_model_folder_is_the_users_error(tmp_path: Path, model_folder: Path, name: str) -> None:
+    change, what = DAMAGED[name]
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    change(folder)
+    with pytest.raises(ModelError, match=what):
+        prepare.prepare(run(tmp_path, model={"source": "", "path": str(folder)}), RunPaths(tmp_path / "run"))
 
 
 @pytest.mark.parametrize("returned", ["3", "[('a',)]", "[('a', 1)]", "[]"])
