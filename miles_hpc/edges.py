@@ -45,7 +45,7 @@ def call(function: Callable[..., Any], *arguments: Any, key: str) -> Any:
     """
     try:
         return function(*arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EdgeError(f"{key} raised {describe(error)}", where=location(error)) from error
 
 
@@ -87,7 +87,7 @@ def _module(module_name: str, name: str, key: str, folder: str) -> Any:
         raise EdgeError(
             f"{key} = {name!r}: there is no module {module_name}", where=str(expected), next_step=_fix(module_name)
         ) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise EdgeError(f"{key} = {name!r} cannot be imported: {describe(error)}", where=location(error)) from error
 
 

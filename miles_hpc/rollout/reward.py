@@ -1,6 +1,5 @@
 """The reward edge, called for one answer at a time and checked."""
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from miles_hpc.errors import EdgeError
 
 ARGUMENTS = ("prompt", "answer", "label", "metadata")
 EXCERPT = 200
+LARGEST = 3.4e38
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,18 @@ class Reward:
         name = f"rollout.reward ({sample}, answer {_excerpt(answer)})"
         returned = edges.call(self.function, prompt, answer, label, dict(metadata), key=name)
         parts = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
-        if "reward" not in parts or not all(_is_number(value) for value in parts.values()):
+        numbers = all(isinstance(key, str) and _is_number(value) for key, value in parts.items())
+        if "reward" not in parts or not numbers:
             raise edges.wrong(name, self.function, "a finite number, or a dict of them with a key 'reward'", returned)
         value = float(parts.pop("reward"))
         return Score(value, {key: float(part) for key, part in parts.items()}, time.perf_counter() - started)
 
 
 def _is_number(value: Any) -> bool:
-    """True for a finite int, float, bool or numpy scalar."""
+    """True for an int, float, bool or numpy scalar that is finite as float32, which is what is stored."""
     try:
-        return not isinstance(value, str | bytes) and math.isfinite(value)
-    except (TypeError, ValueError):
+        return not isinstance(value, str | bytes) and abs(float(value)) <= LARGEST
+    except (TypeError, ValueError, OverflowError):
         return False
 
 

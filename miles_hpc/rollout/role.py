@@ -69,7 +69,8 @@ class RolloutRole:
                 self.outbox.put(step, samples)
         timing, dropped = self.generator.timing, sorted(self.generator.reward_errors)
         seconds = {"rollout": timing.generate_seconds, "reward": timing.reward_seconds}
-        self.outbox.announce(Finished(step, seconds, timing.generated_tokens, dropped))
+        first = self.generator.reward_errors[dropped[0]] if dropped else ""
+        self.outbox.announce(Finished(step, seconds, timing.generated_tokens, dropped, first))
         self._report(step)
 
     def _ids(self, step: int) -> np.ndarray:

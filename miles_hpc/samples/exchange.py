@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from miles_hpc.errors import SampleError
+from miles_hpc.errors import EdgeError, SampleError
 from miles_hpc.paths import RunPaths
 from miles_hpc.samples import store
 from miles_hpc.samples.schema import Samples
@@ -33,6 +33,8 @@ class Finished:
     generated_tokens: int = 0
     dropped: list[int] = field(default_factory=list)
     """Prompt ids whose reward failed and whose group was dropped."""
+    error: str = ""
+    """Of the first of them."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,18 @@ class Inbox:
         """All samples of `step`, sorted by prompt id and sample index, the same on every training rank.
 
         Raises:
-            SampleError: a damaged shard, a group that came twice, tokens of weights older than `oldest_version`.
+            EdgeError: every group was dropped. SampleError: a damaged shard, a group that came twice, tokens of weights older
+                than `oldest_version`.
         """
         messages = self.world.share(self._await(step) if self.world.leads else None, self.seconds, "the list of shards")
         shards = [Path(m.file) for m in messages if isinstance(m, Shard)]
         finished = [m for m in messages if isinstance(m, Finished)]
         samples = Samples.concat([store.read(shard) for shard in shards]).sorted()
+        if not len(samples):
+            # The user's error, not a fault: a reward that fails for all of a step will fail again after a restart.
+            first = next((m.error for m in finished if m.error), "no engine says why")
+            hint = "repair the reward function, then miles-submit resume"
+            raise EdgeError(f"step {step} has no samples: rollout.reward failed in every group", where=first, next_step=hint)
         _check(samples, step, oldest_version)
         return Collected(
             samples=samples,
@@ -101,10 +109,6 @@ class Inbox:
 
 
 def _check(samples: Samples, step: int, oldest_version: int) -> None:
-    if not len(samples):
-        raise SampleError(
-            f"step {step} has no samples: every group was dropped", next_step="look at the reward errors in the logs"
-        )
     keys = np.stack([samples.prompt_ids, samples.sample_index], 1)
     if len(np.unique(keys, axis=0)) != len(samples):
         raise SampleError(f"step {step} holds the same sample twice")

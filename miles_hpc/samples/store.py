@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import h5py
 import numpy as np
@@ -38,7 +39,7 @@ def write(paths: RunPaths, step: int, rank: int, attempt: int, samples: Samples)
     """
     folder = paths.step_samples(step)
     arrays = {name: getattr(samples, name) for name in ARRAYS}
-    arrays |= {f"reward_{name}": values for name, values in samples.reward_parts.items()}
+    arrays |= {f"reward_{_escaped(name)}": values for name, values in samples.reward_parts.items()}
     texts = {name: getattr(samples, name) for name in TEXT}
     index = 0
     try:
@@ -183,7 +184,9 @@ def _load(shard: Path) -> Samples:
         parts = {name: file[name][()] for name in file if name.startswith("reward_")}
         if file.attrs["crc32"] != _checksum(arrays | parts, texts):
             raise ValueError("its content does not have the checksum it was written with")
-    samples = Samples(**arrays, **texts, reward_parts={name.removeprefix("reward_"): part for name, part in parts.items()})
+    samples = Samples(
+        **arrays, **texts, reward_parts={unquote(name.removeprefix("reward_")): part for name, part in parts.items()}
+    )
     _check(samples)
     return samples
 
@@ -201,6 +204,13 @@ def _checksum(arrays: Mapping[str, np.ndarray], texts: Mapping[str, list[str]]) 
 def _storable(text: str) -> str:
     """`text` without what an HDF5 string cannot hold: NUL becomes U+FFFD, half a surrogate pair `?`."""
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+
+
+def _escaped(name: str) -> str:
+    """The name of a reward's component as an HDF5 name, in which `/` would make a group and NUL end it; `unquote` undoes it."""
+    for sign in "%/\0":
+        name = name.replace(sign, f"%{ord(sign):02X}")
+    return _storable(name)
 
 
 def _check(samples: Samples) -> None:

@@ -52,6 +52,7 @@ def test_the_folder_comes_last(folder: Path) -> None:
         ("edge_value", "score = 3\n", "has no function score", "rollout.reward"),
         ("edge_import", "x = 1\nimport nowhere_to_be_found\n", "needs nowhere_to_be_found", "edge_import.py:2"),
         ("edge_raise", "x = 1\n\nraise ValueError('at import')\n", "ValueError: at import", "edge_raise.py:3"),
+        ("edge_exit", "import sys\nsys.exit(0)\n", "SystemExit: 0", "edge_exit.py:2"),
         ("edge_syntax", "def score(prompt, answer):\n    return (\n", "SyntaxError", "edge_syntax.py:2"),
         ("edge_few", "x = 1\ndef score(prompt):\n    return 0\n", r"called with \(prompt, answer\)", "edge_few.py:2"),
         ("edge_many", "def score(prompt, answer, label):\n    return 0\n", "missing a required argument", "edge_many.py:1"),
@@ -71,6 +72,12 @@ def test_a_call_that_raises_names_the_line(folder: Path) -> None:
     with pytest.raises(EdgeError, match="ZeroDivisionError") as caught:
         edges.call(load(folder, "edge_call:score"), "p", "", key="rollout.reward")
     assert caught.value.where.endswith("edge_call.py:2")
+
+
+def test_a_call_that_exits_is_an_error_too(folder: Path) -> None:
+    write(folder, "edge_quits", "import sys\ndef score(prompt, answer):\n    sys.exit(0)\n")
+    with pytest.raises(EdgeError, match="SystemExit: 0"):
+        edges.call(load(folder, "edge_quits:score"), "p", "", key="rollout.reward")
 
 
 def test_a_wrong_return_value_names_the_function(folder: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import h5py
@@ -30,6 +30,14 @@ def test_texts_that_are_not_utf8_or_hold_nul(tmp_path):
     """A policy may say anything, a JSON label may hold half a surrogate pair: both are kept as U+FFFD and `?`."""
     found = store.read(store.write(RunPaths(tmp_path), 0, 1, 1, make([2], texts=["a\0b \ud800 c"])))
     assert found.answers == ["a\ufffdb ? c"]
+
+
+def test_components_of_any_name(tmp_path):
+    names = ["acc/format", "a%2Fb", "%", "", ".", "..", "größe", "a b", "\0", "offsets", "s", "100%/x"]
+    parts = {name: np.array([i], np.float32) for i, name in enumerate(names)}
+    written = replace(make([2]), reward_parts=parts)
+    found = store.read(store.write(RunPaths(tmp_path), 0, 1, 1, written))
+    assert {name: value.tolist() for name, value in found.reward_parts.items()} == {n: [i] for i, n in enumerate(names)}
 
 
 def make(lengths: list[int], seed: int = 0, texts: list[str] | None = None) -> Samples:

@@ -1,6 +1,7 @@
 """Groups and rewards, with a stand-in at the border to the engine's process."""
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -111,7 +112,11 @@ def boom() -> float:
 
 
 @pytest.mark.parametrize(
-    "result", [boom, float("nan"), float("inf"), "1.0", None, {"score": 1.0}, {"reward": float("nan")}, [1.0]]
+    "result",
+    [
+        *(boom, sys.exit, float("nan"), float("inf"), 1e300, 10**400, "1.0", None, [1.0], 1j),
+        *({"score": 1.0}, {"reward": float("nan")}, {"reward": 1.0, "part": 1e39}, {"reward": 1.0, 2: 1.0}),
+    ],
 )
 def test_a_bad_reward_ends_the_run_and_names_the_sample(result: Any) -> None:
     with pytest.raises(EdgeError, match=r"prompt 8, sample 2, answer '2'") as caught:
