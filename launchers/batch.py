@@ -6,6 +6,7 @@ Whatever else they have to say goes to stderr, that is into the run's job.log.
 
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -77,6 +78,7 @@ def gather(paths: RunPaths, attempt: int, code: int, signal: str) -> Evidence:
         job_state=_end_of_job(paths, attempt) if signal == "TERM" else job.state,
         bad_nodes=controller.bad_nodes(",".join(job.nodes)),
         losses=evidence.losses(said, hosts, slurm.train.ranks),
+        left=evidence.left(said),
         heartbeats=evidence.heartbeats(paths.folder, attempt),
         near_limit=time.time() > job.end - slurm.warning_seconds - WARNING_EARLY_SECONDS,
     )
@@ -130,10 +132,10 @@ def _close_last(paths: RunPaths) -> None:
 
 def _next_step(run: Path, judged: verdict.Verdict) -> str:
     """The command that shows more."""
+    logs = f"miles-submit logs {shlex.quote(str(run))}"
     if judged.phase == "prepare":
-        return f"miles-submit logs {run} --role job"
-    rank = f" --role {judged.role} --rank {judged.rank}" if judged.role else ""
-    return f"miles-submit logs {run}{rank}"
+        return f"{logs} --role job"
+    return logs + (f" --role {judged.role} --rank {judged.rank}" if judged.role else "")
 
 
 def _say(paths: RunPaths, attempt: int, action: str) -> None:

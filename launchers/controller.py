@@ -33,7 +33,7 @@ class JobState:
     """One job over all its components."""
 
     state: str
-    """Slurm's word, such as PENDING or RUNNING; UNKNOWN where Slurm has forgotten the job."""
+    """Slurm's word, such as PENDING or RUNNING; UNKNOWN where Slurm has forgotten the job, NO_ANSWER where it did not say."""
     nodes: tuple[str, ...] = ()
     """Node lists of the components, as Slurm writes them."""
     restarts: int = 0
@@ -108,7 +108,9 @@ def _number(text: str) -> int:
 
 def job(job_id: str) -> JobState:
     """State of a job over all its components; works without accounting."""
-    return parse_job(_ask("scontrol", "-o", "show", "job", job_id))
+    answer, complaint = _said("scontrol", "-o", "show", "job", job_id)
+    # A controller that restarts is not one that has forgotten: a run that may still be there must not be resumed.
+    return parse_job(answer) if answer or "Invalid job id" in complaint else JobState("NO_ANSWER")
 
 
 def parse_job(text: str) -> JobState:
@@ -162,7 +164,13 @@ def cancel(job_id: str) -> None:
 
 def _ask(*command: str) -> str:
     """Output of one of Slurm's programs, empty where it does not answer."""
+    return _said(*command)[0]
+
+
+def _said(*command: str) -> tuple[str, str]:
+    """Output and complaints of one of Slurm's programs."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return ""
+        result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", str(error)
+    return result.stdout, result.stderr

@@ -56,6 +56,8 @@ class Evidence:
     heartbeats: tuple[Heartbeat, ...] = ()
     near_limit: bool = False
     """The warning of the time limit was due."""
+    left: bool = False
+    """A rank had ended with code 0 long before srun ended the others."""
     restarted_by_slurm: bool = False
     """The attempt's batch script vanished and Slurm started another."""
 
@@ -114,12 +116,20 @@ def _of_ranks(seen: Evidence) -> Verdict:
         step=beat.step if beat else -1,
         exit_code=loss.exit_code if loss else seen.code,
         signal=loss.signal if loss else 0,
-        error=f"a rank ended without a verdict: {loss.reason}" if loss else f"the ranks ended with code {seen.code}",
+        error=_sentence(seen, loss),
     )
+
+
+def _sentence(seen: Evidence, loss: Loss | None) -> str:
+    if seen.left:
+        return "a rank ended with code 0 before the others: something in it called exit"
+    return f"a rank ended without a verdict: {loss.reason}" if loss else f"the ranks ended with code {seen.code}"
 
 
 # srun: error: t0: task 1: Killed        srun: error: r0: tasks 2-3: Exited with exit code 3
 _SRUN = re.compile(r"srun: error: (\S+): tasks? (\d+)[^:]*: (.+)")
+# srun: First task exited 60s ago      (with code 0: srun --wait)
+_LEFT = re.compile(r"^srun: First task exited \d+s ago", re.MULTILINE)
 # =   RANK 1 PID 4711 RUNNING AT localhost      (or without the rank)
 # =   EXIT CODE: 9                              (of a signal: its number)
 _MPIEXEC = re.compile(r"=\s+(?:RANK (\d+) )?PID (\d+) RUNNING AT \S+\s+=\s+(?:EXIT CODE|KILLED BY SIGNAL): (\d+)")
@@ -141,10 +151,16 @@ def losses(launcher_log: str, hosts: Sequence[str] = (), first_rollout: int = 0)
         hosts: node of every rank.
         first_rollout: first rank of the second component.
     """
+    launcher_log = _LEFT.split(launcher_log)[0]  # what follows is srun's own doing
     names = ((node, int(task), reason.strip()) for node, task, reason in _SRUN.findall(launcher_log))
     found = [_of_srun(_rank(node, task, hosts, first_rollout), reason) for node, task, reason in names]
     found += [_of_mpiexec(*match) for match in _MPIEXEC.findall(launcher_log)]
     return tuple(sorted(found, key=lambda loss: loss.signal == signal.SIGTERM))
+
+
+def left(launcher_log: str) -> bool:
+    """True where srun ended the ranks since one had left them with code 0."""
+    return _LEFT.search(launcher_log) is not None
 
 
 def _rank(node: str, task: int, hosts: Sequence[str], first_rollout: int) -> int:

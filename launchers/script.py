@@ -11,6 +11,9 @@ from miles_hpc.paths import RunPaths
 
 SLURM = Path(miles_hpc.slurm.__file__).parent
 RANK = SLURM / "rank.sh"
+# All ranks leave a barrier together. One that ends with code 0 long before the others (a library or an edge called exit) is no
+# "bad exit" to srun, and the others would wait for it in vain.
+LEAVE_SECONDS = 60
 
 
 def text(spec: JobSpec, mpiexec: str = "") -> str:
@@ -118,7 +121,7 @@ def _homogeneous_srun(spec: JobSpec, single: Component) -> str:
 
 
 def _srun(spec: JobSpec) -> str:
-    return shlex.join(["srun", f"--mpi={spec.mpi}", "--kill-on-bad-exit=1", *spec.srun_options])
+    return shlex.join(["srun", f"--mpi={spec.mpi}", "--kill-on-bad-exit=1", f"--wait={LEAVE_SECONDS}", *spec.srun_options])
 
 
 def rank_map(spec: JobSpec) -> str:

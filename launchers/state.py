@@ -45,7 +45,7 @@ def state_of(folder: Path) -> RunState:
     attempt = max(paths.attempt_numbers(), default=0)
     newest = verdict.read(paths, attempt) if attempt >= job["first_attempt"] else None
     slurm = _ask(folder, job)
-    ended = slurm.ended or slurm.state == "UNKNOWN"
+    ended = slurm.ended or slurm.state == "UNKNOWN" or (slurm.state == "NO_ANSWER" and newest is not None)
     return RunState(_word(slurm, newest, ended), ended, job, slurm, attempt, newest)
 
 
@@ -60,7 +60,7 @@ def _ask(folder: Path, job: dict[str, Any]) -> JobState:
 
 def _word(slurm: JobState, newest: Verdict | None, ended: bool) -> str:
     if not ended:
-        return slurm.state.lower()
+        return "unknown (Slurm does not answer)" if slurm.state == "NO_ANSWER" else slurm.state.lower()
     if slurm.state == "CANCELLED":
         return "cancelled"
     return newest.kind if newest else slurm.state.lower()

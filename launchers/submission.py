@@ -1,17 +1,20 @@
 """From a TOML file to a job that is queued, and from a run folder to the next one."""
 
+import contextlib
+import fcntl
 import json
 import os
+import shlex
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from miles_hpc import config as configuration
 from miles_hpc.config import Config
-from miles_hpc.errors import UserError
+from miles_hpc.errors import SiteError, UserError
 from miles_hpc.launchers import controller, local, plan, provenance
 from miles_hpc.launchers.checks import check_files, check_nodes
 from miles_hpc.launchers.spec import MAIN, PREPARE, JobSpec
@@ -50,12 +53,34 @@ def resume(folder: Path, *, without_slurm: bool, main: Program = MAIN, prepare: 
     """Submit a run that has ended again; it goes on from its newest checkpoint.
 
     Raises:
-        UserError: it has not ended, or has nothing left to do.
+        UserError: it has not ended, or has nothing left to do. SiteError: nobody can say whether it has ended.
     """
+    with _alone(folder):
+        return _resume(folder, without_slurm, main, prepare)
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One `resume` at a time: the second sees the job of the first. Without effect where a filesystem has no locks."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _resume(folder: Path, without_slurm: bool, main: Program, prepare: Program) -> Path:
     paths = RunPaths(folder)
     config, before = configuration.read(paths.config), _last_job(paths)
     now = state_of(folder)
-    if not now.ended:
+    if now.slurm.state == "NO_ANSWER":
+        # Whoever says --local knows that this Slurm is gone.
+        if now.word != "done" and not without_slurm:
+            hint = "try again when squeue answers; two jobs in one run folder would spoil it"
+            raise SiteError("Slurm does not answer: the run may still be queued or running", where=str(folder), next_step=hint)
+    elif not now.ended:
         raise UserError(f"the run is still {now.word}", where=str(folder), next_step=f"miles-submit status {folder}")
     if now.word == "done" and config.run.steps <= before["steps"]:
         hint = f"to train longer raise run.steps in {paths.config}"
@@ -80,7 +105,7 @@ def follow(folder: Path, *, watch: bool) -> int:
         from miles_hpc.launchers import watch as watching
 
         return watching.watch(folder, name)
-    quoted = f"'{name}'" if " " in name else name
+    quoted = shlex.quote(name)
     for command in ("status {}", "logs {} -f", "cancel {}", "report {}"):
         print(f"  miles-submit {command.format(quoted)}")
     print(f"  tensorboard --logdir {quoted}/tensorboard")

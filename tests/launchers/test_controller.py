@@ -46,6 +46,19 @@ def test_a_forgotten_job_is_unknown():
     assert parse_job("").state == "UNKNOWN"
 
 
+@pytest.mark.parametrize(
+    ("complaint", "state"),
+    [
+        ("slurm_load_jobs error: Invalid job id specified", "UNKNOWN"),
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", "NO_ANSWER"),
+        ("", "NO_ANSWER"),
+    ],
+)
+def test_a_controller_that_is_away_has_not_forgotten(monkeypatch, complaint, state):
+    monkeypatch.setattr(controller, "_said", lambda *command: ("", complaint))
+    assert controller.job("7").state == state
+
+
 def test_no_slurm_names_both_ways_out(no_slurm):
     with pytest.raises(SiteError, match=r"no Slurm answers") as raised:
         controller.find()

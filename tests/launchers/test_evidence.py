@@ -2,7 +2,7 @@
 
 import pytest
 
-from miles_hpc.launchers.evidence import Evidence, Heartbeat, Loss, ended_by, judge, losses
+from miles_hpc.launchers.evidence import Evidence, Heartbeat, Loss, ended_by, judge, left, losses
 
 BEATS = tuple(
     Heartbeat(rank, role, "login", node, "generate", 4, 100.0 - rank, 4000 + rank)
@@ -55,6 +55,21 @@ def test_a_killed_rank_is_named(said):
     assert (found.kind, found.rank, found.role, found.node, found.phase, found.step, found.signal) == (
         ("rank_died", 2, "rollout", "r0", "generate", 4, 9)
     )
+
+
+LEFT = """\
+srun: First task exited 60s ago
+srun: StepId=4.0 task 0: running
+srun: StepId=5.0 task 0: exited
+slurmstepd-t0: error: *** STEP 4.0 ON t0 CANCELLED AT 2026-11-29T17:42:42 ***
+srun: error: t0: task 0: Killed
+"""
+
+
+def test_a_rank_that_left_with_code_0_is_suspected_not_the_one_that_srun_ended():
+    found = judge(Evidence(code=137, losses=losses(LEFT, HOSTS, 2), left=left(LEFT), heartbeats=BEATS))
+    assert (found.kind, found.rank, found.role) == ("rank_died", 3, "rollout") and "code 0" in found.error
+    assert not left(SRUN) and not left("")
 
 
 def test_without_words_the_longest_silent_rank_is_suspected():
