@@ -60,6 +60,8 @@ def _check_data(key: str, value: str) -> None:
     if not value or configuration.is_edge(value):
         return
     file = Path(value)
+    if file.is_dir():
+        raise DataError("a folder, not a file", where=f"{key} = {file}", next_step="name a .jsonl or .parquet file in it")
     if not file.is_file():
         raise DataError("no such file", where=f"{key} = {file}")
     if not file.stat().st_size:
@@ -85,12 +87,14 @@ def _check_edge(key: str, edge: str, folder: Path) -> None:
     if file.suffix != ".py":
         return
     try:
-        names = _names(ast.parse(file.read_text(encoding="utf-8"), str(file)).body)
-    except (SyntaxError, UnicodeDecodeError) as error:
+        # as Python does it, with byte order marks and encodings that the file declares
+        names = _names(ast.parse(importlib.util.decode_source(file.read_bytes()), str(file)).body)
+    except (SyntaxError, ValueError) as error:
         raise EdgeError(f"cannot be parsed: {error}", where=f"{key} = {edge}, {file}") from None
-    if function not in names and "*" not in names:
+    if not names & {function, "*", "__getattr__"}:
         near = difflib.get_close_matches(function, names) or sorted(names)
-        raise EdgeError(f"no function {function!r} in it; did you mean {', '.join(near[:5])}?", where=f"{key} = {edge}, {file}")
+        hint = f"did you mean {', '.join(near[:5])}?" if near else "it defines nothing"
+        raise EdgeError(f"no function {function!r} in it; {hint}", where=f"{key} = {edge}, {file}")
 
 
 def find_module(module: str, folder: Path) -> Path | None:
@@ -112,16 +116,17 @@ def find_module(module: str, folder: Path) -> Path | None:
 
 
 def _names(body: list[ast.stmt]) -> set[str]:
-    """Names that a module defines at its top level, also within `if` and `try`."""
+    """Names that a module defines at its top level, also within `if`, `try`, `with` and loops."""
     names: set[str] = set()
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names.update(t.id for t in node.targets if isinstance(t, ast.Name))
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            names.update(n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
         elif isinstance(node, ast.Import | ast.ImportFrom):
             names.update(alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.If | ast.Try):
-            handlers = [s for h in getattr(node, "handlers", []) for s in h.body]
-            names |= _names([*node.body, *node.orelse, *handlers])
+        else:
+            inner = [getattr(node, part, []) for part in ("body", "orelse", "finalbody")]
+            inner += [part.body for part in (*getattr(node, "handlers", []), *getattr(node, "cases", []))]
+            names |= _names([statement for part in inner for statement in part])
     return names

@@ -5,11 +5,12 @@ when it runs, so that `--help` and `plan` answer at once.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from miles_hpc.errors import MilesError, UserError
+from miles_hpc.errors import MilesError, SiteError, UserError
 
 CLUSTER_HOME = Path(".cluster")
 Handler = Callable[[argparse.Namespace], int]
@@ -19,13 +20,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; errors raised on purpose become one message and an exit code, without a traceback."""
     options = _parser().parse_args(arguments)
     try:
-        return options.handler(options)
+        code = options.handler(options)
+        sys.stdout.flush()  # here, where a closed pipe is expected, not when the interpreter ends
+        return code
     except MilesError as error:
         print(f"miles-submit: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # `miles-submit logs RUN | head`
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:  # a full disk, a folder that may not be written
+        place = SiteError(f"{error.strerror or error}", where=str(error.filename or ""))
+        print(f"miles-submit: {place}", file=sys.stderr)
+        return place.exit_code
     except KeyboardInterrupt:
         return 130
 
@@ -89,15 +96,29 @@ def _add_cluster(commands) -> None:
     up.add_argument("--rollout-nodes", type=_at_least_one, default=2, help="nodes r0, r1, ... (default: 2)")
     up.add_argument("--cpus", type=_at_least_one, default=8, help="cores each node declares (default: 8)")
     up.add_argument("--memory-mb", type=_at_least_one, default=8000, help="memory each node declares in MB (default: 8000)")
-    up.add_argument("--gpus", type=int, default=0, help="GPUs per node, pretended unless --gpu-devices is given (default: 0)")
+    up.add_argument(
+        "--gpus", type=_at_least_zero, default=0, help="GPUs per node, pretended unless --gpu-devices is given (default: 0)"
+    )
     up.add_argument("--gpu-devices", nargs="+", default=[], metavar="FILE", help="such as /dev/nvidia0, dealt out to the nodes")
     up.add_argument("--auth", choices=("munge", "none"), default="munge", help="none: any local user may act as anyone")
     down.add_argument("--purge", action="store_true", help="also remove its state and logs")
 
 
 def _at_least_one(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return _at_least(1, text)
+
+
+def _at_least_zero(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{number} is less than {least}")
     return number
 
 
@@ -225,7 +246,6 @@ def _cluster_status(options: argparse.Namespace) -> int:
 def _cluster_env(options: argparse.Namespace) -> int:
     import shlex
 
-    from miles_hpc.errors import SiteError
     from miles_hpc.launchers.cluster import Cluster
 
     cluster = Cluster(options.home)

@@ -12,6 +12,13 @@ from typing import Any
 from miles_hpc.paths import RunPaths
 
 Line = dict[str, Any]
+NEEDED = {
+    "start": {"step", "attempt"},
+    "step": {"step", "attempt", "time", "metrics", "phase_seconds"},
+    "eval": {"step", "attempt", "accuracy"},
+    "sync": {"seconds", "bytes"},
+}
+LEDGER = {"step", "attempt", "prompt_id", "fate", "samples", "reward"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,7 @@ class History:
     events: list[Line]
     """Every readable line of events.jsonl."""
     damaged: int
-    """Lines of both files that are not JSON objects: cut by a crash or a full disk."""
+    """Lines of both files that are no such JSON objects: cut by a crash or a full disk."""
 
 
 def read(paths: RunPaths) -> History:
@@ -52,11 +59,11 @@ def read(paths: RunPaths) -> History:
 
 
 def lines(file: Path) -> tuple[list[Line], int]:
-    """The JSON objects in a file of lines, and how many other lines there are."""
+    """The JSON objects in a file of lines that have all of their keys, and how many other lines there are."""
     if not file.exists():
         return [], 0
     texts = [text for text in file.read_text(encoding="utf-8", errors="replace").split("\n") if text.strip()]
-    found = [line for text in texts if (line := _object(text)) is not None]
+    found = [line for text in texts if (line := _object(text)) is not None and _complete(line)]
     return found, len(texts) - len(found)
 
 
@@ -72,6 +79,12 @@ def _object(text: str) -> Line | None:
     except json.JSONDecodeError:
         return None
     return line if isinstance(line, dict) else None
+
+
+def _complete(line: Line) -> bool:
+    """True if it has what its kind is read for; a line without `event` is the ledger's."""
+    needed = NEEDED.get(str(line.get("event"))) if "event" in line else LEDGER
+    return needed is None or needed <= line.keys()
 
 
 def _newest(events: Iterable[Line]) -> dict[int, Line]:

@@ -1,6 +1,7 @@
 """`miles-submit status`, `why` and `cancel`."""
 
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,14 +50,15 @@ def _state(now: RunState) -> str:
 
 
 def _next(folder: Path, now: RunState) -> Iterator[str]:
+    name = shlex.quote(str(folder))
     if not now.ended:
-        yield f"miles-submit logs {folder} -f"
+        yield f"miles-submit logs {name} -f"
     elif now.word == "done":
-        yield f"miles-submit report {folder}"
+        yield f"miles-submit report {name}"
     else:
         if now.verdict and now.verdict.next:
             yield now.verdict.next
-        yield f"miles-submit resume {folder}"
+        yield f"miles-submit resume {name}"
 
 
 def why(folder: Path) -> str:
@@ -68,7 +70,9 @@ def why(folder: Path) -> str:
     paths = RunPaths(folder)
     ended = [n for n in paths.attempt_numbers() if paths.verdict(n).exists()]
     if not ended:
-        raise UserError("no attempt has ended yet", where=str(folder), next_step=f"miles-submit status {folder}")
+        raise UserError(
+            "no attempt has ended yet", where=str(folder), next_step=f"miles-submit status {shlex.quote(str(folder))}"
+        )
     values = json.loads(paths.verdict(ended[-1]).read_text(encoding="utf-8"))
     traceback = values.pop("traceback", "")
     width = max(len(key) for key in values)
@@ -85,4 +89,4 @@ def cancel(folder: Path) -> str:
         local.cancel(int(now.job["job_id"]), folder)
     else:
         controller.cancel(now.job["job_id"])
-    return f"cancelled; to go on later: miles-submit resume {folder}"
+    return f"cancelled; to go on later: miles-submit resume {shlex.quote(str(folder))}"

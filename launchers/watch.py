@@ -1,5 +1,6 @@
 """`--watch`: one live line until the run ends, then its report. Ctrl-C leaves the job running."""
 
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,7 @@ def watch(folder: Path, name: str) -> int:
     try:
         now = _follow(folder)
     except KeyboardInterrupt:
+        name = shlex.quote(name)
         print(f"\nthe run goes on; look at it with: miles-submit status {name}    end it with: miles-submit cancel {name}")
         return 0
     if now.word == "done":
@@ -26,6 +28,8 @@ def watch(folder: Path, name: str) -> int:
         return report.report(folder, False) or now.exit_code
     said = verdict.sentence(now.verdict) if now.verdict else f"the job ended: {now.word}"
     print(f"miles-submit: {said}", file=sys.stderr)
+    if now.verdict and now.verdict.where:
+        print(f"  where: {now.verdict.where}", file=sys.stderr)
     if now.verdict and now.verdict.next:
         print(f"  next:  {now.verdict.next}", file=sys.stderr)
     return now.exit_code

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import time
 import traceback
 import uuid
@@ -37,12 +38,13 @@ def write(paths: RunPaths, attempt: int, /, *, kind: str, **fields: object) -> b
 
 def of_error(error: BaseException, run: Path) -> dict[str, Any]:
     """Fields of a verdict for an exception: kind, error, where, next and, unless it is the user's, the traceback."""
+    logs = f"miles-submit logs {shlex.quote(str(run))}"
     if isinstance(error, MilesError):
         fields: dict[str, Any] = {"kind": error.kind, "error": error.what, "where": error.where}
-        fields["next"] = error.next_step or f"miles-submit logs {run}"
+        fields["next"] = error.next_step or logs
     else:
         kind = "out_of_memory" if isinstance(error, MemoryError) or "out of memory" in str(error).lower() else "bug"
-        fields = {"kind": kind, "error": f"{type(error).__name__}: {error}", "next": f"miles-submit logs {run}"}
+        fields = {"kind": kind, "error": f"{type(error).__name__}: {error}", "next": logs}
     frame = _innermost(error)
     if frame:
         fields["frame"] = frame

@@ -27,6 +27,7 @@ def test_good_files_pass_without_importing_user_code(toml):
         ("rollout.reward=scorin:reward", EdgeError, "neither installed nor beside"),
         ("data.prompts=nope.jsonl", DataError, "no such file"),
         ("data.eval=empty.jsonl", DataError, "empty"),
+        ("data.prompts=.", DataError, "a folder, not a file"),
         ("model.path=nope", ModelError, "no Hugging Face checkpoint"),
     ],
 )
@@ -45,6 +46,33 @@ def test_user_code_that_does_not_parse(toml):
     (toml.parent / "broken.py").write_text("def reward(:\n")
     with pytest.raises(EdgeError, match="cannot be parsed"):
         checks.check_files(load(toml, "rollout.reward=broken:reward"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\xef\xbb\xbfdef reward(prompt, answer, label, metadata): ...\n",
+        b"# -*- coding: latin-1 -*-\n# caf\xe9\ndef reward(prompt, answer, label, metadata): ...\n",
+        b"from typing import Any\nreward: Any = None\n",
+        b"reward, other = 1, 2\n",
+        b"with open('x') as f:\n    reward = 1\n",
+        b"for i in range(3):\n    def reward(): ...\n",
+        b"try:\n    pass\nfinally:\n    reward = 1\n",
+        b"match 1:\n    case 1:\n        reward = 1\n",
+        b"def __getattr__(name): ...\n",
+        b"from elsewhere import *\n",
+    ],
+)
+def test_every_way_to_define_a_function_is_seen(toml, text):
+    (toml.parent / "ways.py").write_bytes(text)
+    checks.check_files(load(toml, "rollout.reward=ways:reward"))
+
+
+@pytest.mark.parametrize("text", [b"\0", b"# caf\xe9\n", b"def reward(:\n"])
+def test_code_that_python_refuses(toml, text):
+    (toml.parent / "ways.py").write_bytes(text)
+    with pytest.raises(EdgeError, match="cannot be parsed"):
+        checks.check_files(load(toml, "rollout.reward=ways:reward"))
 
 
 def test_edges_of_installed_packages_are_found_without_importing_them(toml):

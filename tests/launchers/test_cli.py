@@ -1,5 +1,6 @@
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -51,6 +52,23 @@ def test_a_users_error_is_one_message_and_exit_code_2(capsys, no_slurm, toml, ar
     got, out, err = run(capsys, "plan", str(toml), *arguments)
     assert got == code
     assert said in err and "Traceback" not in err and out == ""
+
+
+def test_what_the_machine_refuses_is_a_message_too(capsys, no_slurm, toml):
+    """A name longer than the file system takes, a file where a folder should be."""
+    for folder in ("x" * 300, str(toml / "below")):
+        code, _, err = run(capsys, "run", str(toml), "--local", "--set", f"run.folder={folder}")
+        assert code in (2, 3) and err.startswith("miles-submit: ") and "Traceback" not in err
+    code, _, err = run(capsys, "cluster", "up", "--home", "/proc/nothing")
+    assert code == 3 and "/proc/nothing" in err
+
+
+@pytest.mark.parametrize("lines", ["0", "1"])
+def test_a_reader_that_leaves_early_is_no_error(toml, lines):
+    plan = f"{shlex.quote(sys.executable)} -m miles_hpc.launchers.cli plan --local {shlex.quote(str(toml))}"
+    script = f"{plan} | head -n {lines} > /dev/null; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def test_no_slurm_is_exit_code_3_and_leaves_nothing(capsys, no_slurm, toml):

@@ -7,6 +7,7 @@ import pytest
 
 from miles_hpc.errors import UserError
 from miles_hpc.launchers import plot, report
+from miles_hpc.launchers.progress import progress_of
 from miles_hpc.samples import store
 
 KEYS = [
@@ -130,6 +131,15 @@ def test_a_line_cut_by_a_crash_is_left_out(make_run):
     last_step = max(i for i, line in enumerate(lines) if '"event": "step"' in line)
     run.paths.events.write_text("\n".join(lines[:last_step]) + "\n" + lines[last_step][:30])
     assert report.compute(run.folder).steps == 2
+
+
+@pytest.mark.parametrize("line", ["{}", '{"event": "step"}', '{"event": "start"}', '{"event": "eval", "step": 1}', "[]", "3"])
+def test_a_line_without_its_keys_is_left_out(make_run, line):
+    run = make_run(3)
+    for file in (run.paths.events, run.paths.ledger):
+        file.write_text(f"{line}\n{file.read_text()}{line}\n")
+    assert report.compute(run.folder).steps == 3
+    assert progress_of(run.folder, 3).done == 3
 
 
 def test_nan_is_null_in_json(fresh_run, capsys):
