@@ -51,6 +51,7 @@ CONFIG = {
     "bos_token_id": None,
     "torch_dtype": "float32",
 }
+DENSE = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_experts": 0}
 
 
 def prompts(split: str, seed: int) -> list[dict[str, Any]]:
@@ -81,10 +82,20 @@ def reward(prompt: str, answer: str, label: Any, metadata: dict[str, Any]) -> fl
 
 def model(folder: Path, seed: int) -> None:
     """Write a randomly initialised model of 0.5 M parameters with its tokenizer, in the Hugging Face file format."""
+    _write(folder, seed, CONFIG)
+
+
+def dense_model(folder: Path, seed: int) -> None:
+    """The same without experts: Qwen3."""
+    _write(folder, seed, CONFIG | DENSE)
+
+
+def _write(folder: Path, seed: int, config: dict[str, Any]) -> None:
     from safetensors.numpy import save_file
 
-    save_file(dict(_weights(np.random.default_rng(seed))), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(CONFIG, indent=1))
+    weights = dict(_weights(np.random.default_rng(seed), config))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "pad_token_id": 0}))
     _tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(), indent=1))
@@ -125,10 +136,10 @@ def _teacher(expression: str, rng: random.Random) -> str:
     return re.sub(r"-?\d+$", lambda last: str(int(last.group()) + rng.choice([-1, 1])), text)
 
 
-def _weights(rng: np.random.Generator) -> Any:
-    """Names and initial values as transformers' Qwen3-MoE has them: normal(0, initializer_range), norms one."""
-    c: dict[str, Any] = CONFIG
-    hidden, heads, inner = c["hidden_size"], c["head_dim"], c["moe_intermediate_size"]
+def _weights(rng: np.random.Generator, c: dict[str, Any]) -> Any:
+    """Names and initial values as transformers' Qwen3 and Qwen3-MoE have them: normal(0, initializer_range), norms one."""
+    hidden, heads = c["hidden_size"], c["head_dim"]
+    inner = c["moe_intermediate_size"] if c["num_experts"] else c["intermediate_size"]
     query, key = c["num_attention_heads"] * heads, c["num_key_value_heads"] * heads
 
     def normal(*shape: int) -> np.ndarray:
@@ -144,9 +155,10 @@ def _weights(rng: np.random.Generator) -> Any:
         for name, size in (("q", query), ("k", key), ("v", key)):
             yield f"{layer}self_attn.{name}_proj.weight", normal(size, hidden)
         yield f"{layer}self_attn.o_proj.weight", normal(hidden, query)
-        yield f"{layer}mlp.gate.weight", normal(c["num_experts"], hidden)
-        for e in range(c["num_experts"]):
-            expert = f"{layer}mlp.experts.{e}."
+        if c["num_experts"]:
+            yield f"{layer}mlp.gate.weight", normal(c["num_experts"], hidden)
+        for part in [f"experts.{e}." for e in range(c["num_experts"])] or [""]:
+            expert = f"{layer}mlp.{part}"
             yield f"{expert}gate_proj.weight", normal(inner, hidden)
             yield f"{expert}up_proj.weight", normal(inner, hidden)
             yield f"{expert}down_proj.weight", normal(hidden, inner)
