@@ -6,6 +6,7 @@ package.
 
 import importlib
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -43,10 +44,15 @@ def call(function: Callable[..., Any], *arguments: Any, key: str) -> Any:
     Raises:
         EdgeError: the function raised.
     """
+    process = os.getpid()
     try:
         return function(*arguments)
     except (Exception, SystemExit) as error:
         raise EdgeError(f"{key} raised {describe(error)}", where=location(error)) from error
+    finally:
+        if os.getpid() != process:
+            # The function forked and its child came back: as a second rank it would call it again, and fork again.
+            os._exit(1)
 
 
 def wrong(key: str, function: Callable[..., Any], expected: str, got: Any) -> EdgeError:

@@ -1,5 +1,6 @@
 """Edges: loading, signatures, and errors that name the place."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,6 +79,15 @@ def test_a_call_that_exits_is_an_error_too(folder: Path) -> None:
     write(folder, "edge_quits", "import sys\ndef score(prompt, answer):\n    sys.exit(0)\n")
     with pytest.raises(EdgeError, match="SystemExit: 0"):
         edges.call(load(folder, "edge_quits:score"), "p", "", key="rollout.reward")
+
+
+@pytest.mark.parametrize("end", ["return pid", "sys.exit(0) if pid == 0 else None; return pid", "return pid if 1 / pid else 0"])
+def test_a_child_that_a_call_forked_does_not_come_back(folder: Path, end: str) -> None:
+    module = f"edge_forks_{len(end)}"
+    write(folder, module, f"import os, sys\ndef score(prompt, answer):\n    pid = os.fork()\n    {end}\n")
+    child = edges.call(load(folder, f"{module}:score"), "p", "", key="rollout.reward")
+    if child:
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
 def test_a_wrong_return_value_names_the_function(folder: Path) -> None:
