@@ -87,10 +87,11 @@ def main() -> None:
             for trainer.version in range(3):
                 report = sender.send(trainer.version, stop=trainer.version == 2)
                 if world.leads:
-                    print(f"sent {trainer.version}: {report.size} bytes, {report.digests} digests", flush=True)
+                    with Path(folder, "sent").open("a") as file:
+                        file.write(f"{trainer.version} {report.size} {report.digests}\n")
         else:
             receiver = Receiver(world, Engine(mode), 1, "gloo", heartbeat, 60)
-            print("going on:", receiver.receive(0), receiver.receive(1), receiver.receive(2), flush=True)
+            Path(folder, f"took-{world.rank}").write_text(str([receiver.receive(version) for version in range(3)]))
     except MilesError as error:
         Path(folder, f"refused-{role}").write_text(str(error))  # what is printed just before an abort may be lost
         world.abort(1)

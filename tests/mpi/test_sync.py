@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from miles_hpc import sync
 from miles_hpc.digest import digest
@@ -20,11 +20,15 @@ def model(tmp_path):
 def test_every_version_reaches_every_engine(mpi, model):
     done = mpi("sync", "fine", train=2, rollout=2)
     assert done.returncode == 0, done.stdout + done.stderr
-    sent = [line for line in done.stdout.splitlines() if line.startswith("sent")]
-    assert [line.split(":")[0] for line in sent] == ["sent 0", "sent 1", "sent 2"]
-    # 2 layers of 2 joined projections, 2 stacks of experts, router, 4 norms, o_proj; embedding, head, last norm; two engines
-    assert sent[0].endswith("digests") and int(sent[0].split()[-2]) % 2 == 0 and int(sent[0].split()[-2]) > 30
-    assert done.stdout.count("going on: True True False") == 2
+    sent = [[int(word) for word in line.split()] for line in (model / "sent").read_text().splitlines()]
+    size = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
+    assert [line[:2] for line in sent] == [[0, size], [1, size], [2, size]]
+    assert {line[2] for line in sent} == {2 * len(engine_tensors(model))}
+    assert [(model / f"took-{rank}").read_text() for rank in (2, 3)] == ["[True, True, False]"] * 2
+
+
+def engine_tensors(model) -> set[str]:
+    return {sync.engine_tensor(name)[0] for name in load_file(model / "model.safetensors")}
 
 
 @pytest.mark.parametrize(
