@@ -1,5 +1,6 @@
 """What a rank is doing right now, in a small file that anyone can read when the rank no longer can say."""
 
+import contextlib
 import json
 import os
 import resource
@@ -41,8 +42,10 @@ class Heartbeat:
         self._next = now + INTERVAL_SECONDS
         text = json.dumps(self.state())
         temporary = self.file.with_suffix(".tmp")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(self.file)
+        # A full disk is for the samples and checkpoints to report, which say what to do.
+        with contextlib.suppress(OSError):
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self.file)
 
     def state(self) -> dict[str, Any]:
         """Who, where, phase, step, time and peak memory of this rank."""

@@ -31,8 +31,10 @@ def main(arguments: list[str] | None = None) -> None:
         config = configuration.read(paths.config)
         kind = _run(told, config, paths, heartbeat, world)
     except BaseException as error:
-        _fail(error, paths, told.attempt, heartbeat)
-        _end(world)
+        try:
+            _fail(error, paths, told.attempt, heartbeat)
+        finally:  # a full disk takes no verdict; to leave by an exception would wait for the other ranks in MPI's finalisation
+            _end(world)
     if rank == 0:
         verdicts.write(paths, told.attempt, kind=kind, **heartbeat.state() | {"signal": signals.noted()})
 

@@ -24,6 +24,13 @@ def test_polling_writes_at_most_once_a_second(tmp_path):
     assert heartbeat.file.stat().st_ino == first
 
 
+def test_a_folder_that_is_gone_does_not_end_the_rank(tmp_path):
+    heartbeat = Heartbeat(tmp_path / "beats" / "beat.json", "train", 0, 1)
+    heartbeat.file.parent.rmdir()
+    heartbeat.enter("train", 1)
+    assert not heartbeat.file.exists()
+
+
 def test_a_reader_never_sees_half_a_beat(tmp_path):
     heartbeat = Heartbeat(tmp_path / "beat.json", "train", 0, 1)
     heartbeat.enter("start")
