@@ -134,7 +134,7 @@ def connect(role: str, expected: int, poll: Callable[[], None]) -> World:
         raise WorldError(
             f"the MPI world has {comm.size} ranks, the launcher started {expected}",
             where=f"{role} rank {os.environ.get('SLURM_PROCID', comm.rank)} on {socket.gethostname()}",
-            next_step="set slurm.mpi (or the site profile's mpi) to a kind of `srun --mpi=list` that your MPI speaks: pmi2, pmix",
+            next_step="set slurm.mpi (or mpi in the site profile) to a kind of `srun --mpi=list` that your MPI speaks",
         )
     world = World(comm, comm, role, comm.rank, (), (), (), poll)
     _probe(world)
