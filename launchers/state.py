@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles_hpc.errors import UserError
 from miles_hpc.launchers import controller, local, verdict
 from miles_hpc.launchers.controller import JobState
 from miles_hpc.launchers.verdict import Verdict
@@ -19,7 +20,7 @@ class RunState:
     """One look at a run."""
 
     word: str
-    """pending, running, requeued, done, cancelled, failed or a kind of verdict."""
+    """not submitted, pending, running, requeued, done, cancelled, failed or a kind of verdict."""
     ended: bool
     job: dict[str, Any]
     """job.json"""
@@ -39,19 +40,36 @@ class RunState:
 def state_of(folder: Path) -> RunState:
     """Look at a run: one question to Slurm, or one look at a process."""
     paths = RunPaths(folder)
-    job: dict[str, Any] = {"scheduler": "", "job_id": "", "first_attempt": 1}
-    if paths.job.exists():
-        job = json.loads(paths.job.read_text(encoding="utf-8"))
+    job = job_of(paths)
     attempt = max(paths.attempt_numbers(), default=0)
     newest = verdict.read(paths, attempt) if attempt >= job["first_attempt"] else None
     slurm = _ask(folder, job)
     ended = slurm.ended or slurm.state == "UNKNOWN" or (slurm.state == "NO_ANSWER" and newest is not None)
-    return RunState(_word(slurm, newest, ended), ended, job, slurm, attempt, newest)
+    word = _word(slurm, newest, ended) if job["scheduler"] else "not submitted"
+    return RunState(word, ended, job, slurm, attempt, newest)
+
+
+def job_of(paths: RunPaths) -> dict[str, Any]:
+    """How the run was submitted last, as job.json says; without a scheduler where it never was.
+
+    Raises:
+        UserError: job.json is damaged.
+    """
+    try:
+        job = json.loads(paths.job.read_text(encoding="utf-8"))
+        if not {"scheduler", "job_id", "first_attempt"} <= job.keys():
+            raise ValueError("keys are missing")
+    except FileNotFoundError:
+        return {"scheduler": "", "job_id": "", "first_attempt": 1}
+    except (ValueError, AttributeError) as error:
+        hint = "restore it; report, audit and samples work without it"
+        raise UserError(f"cannot be read: {error}", where=str(paths.job), next_step=hint) from None
+    return job
 
 
 def _ask(folder: Path, job: dict[str, Any]) -> JobState:
     if job["scheduler"] == "slurm" and job["job_id"]:
-        controller.use(job["slurm_conf"], job["slurm_programs"])
+        controller.use(job.get("slurm_conf", ""), job.get("slurm_programs", ""))
         return controller.job(job["job_id"])
     if job["scheduler"] == "local" and job["job_id"]:
         return JobState("RUNNING" if local.alive(int(job["job_id"]), folder) else "COMPLETED")

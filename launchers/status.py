@@ -38,8 +38,8 @@ def _rows(folder: Path, now: RunState) -> Iterator[tuple[str, str]]:
 
 
 def _state(now: RunState) -> str:
-    job = f"job {now.job['job_id']}" if now.job["scheduler"] == "slurm" else f"process {now.job['job_id']}"
-    parts = [now.word, job]
+    kind = {"slurm": "job", "local": "process"}.get(now.job["scheduler"])
+    parts = [now.word, *([f"{kind} {now.job['job_id']}"] if kind else [])]
     if now.slurm.nodes and not now.ended:
         parts.append(f"on {','.join(now.slurm.nodes)}")
     if now.attempt:
@@ -55,7 +55,7 @@ def _next(folder: Path, now: RunState) -> Iterator[str]:
         yield f"miles-submit logs {name} -f"
     elif now.word == "done":
         yield f"miles-submit report {name}"
-    else:
+    elif now.job["scheduler"]:
         if now.verdict and now.verdict.next:
             yield now.verdict.next
         yield f"miles-submit resume {name}"
@@ -68,7 +68,7 @@ def why(folder: Path) -> str:
         UserError: no attempt has ended yet.
     """
     paths = RunPaths(folder)
-    ended = [n for n in paths.attempt_numbers() if paths.verdict(n).exists()]
+    ended = [n for n in paths.attempt_numbers() if verdict.read(paths, n)]
     if not ended:
         raise UserError(
             "no attempt has ended yet", where=str(folder), next_step=f"miles-submit status {shlex.quote(str(folder))}"

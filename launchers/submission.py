@@ -18,7 +18,7 @@ from miles_hpc.errors import SiteError, UserError
 from miles_hpc.launchers import controller, local, plan, provenance
 from miles_hpc.launchers.checks import check_files, check_nodes
 from miles_hpc.launchers.spec import MAIN, PREPARE, JobSpec
-from miles_hpc.launchers.state import state_of
+from miles_hpc.launchers.state import job_of, state_of
 from miles_hpc.paths import RunPaths
 
 Program = tuple[str, ...]
@@ -82,7 +82,7 @@ def _resume(folder: Path, without_slurm: bool, main: Program, prepare: Program) 
             raise SiteError("Slurm does not answer: the run may still be queued or running", where=str(folder), next_step=hint)
     elif not now.ended:
         raise UserError(f"the run is still {now.word}", where=str(folder), next_step=f"miles-submit status {folder}")
-    if now.word == "done" and config.run.steps <= before["steps"]:
+    if now.word == "done" and config.run.steps <= before.get("steps", 0):
         hint = f"to train longer raise run.steps in {paths.config}"
         raise UserError(f"the run is complete, all {config.run.steps} steps", where=str(folder), next_step=hint)
     without_slurm = without_slurm or before["scheduler"] == "local"
@@ -182,4 +182,4 @@ def _replace(file: Path, text: str) -> None:
 def _last_job(paths: RunPaths) -> dict[str, Any]:
     if not paths.job.exists():
         raise UserError("this run was never submitted (job.json is missing)", where=str(paths.folder))
-    return json.loads(paths.job.read_text(encoding="utf-8"))
+    return job_of(paths)

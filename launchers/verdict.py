@@ -93,7 +93,9 @@ def read(paths: RunPaths, attempt: int) -> Verdict | None:
     """The verdict of an attempt, None where there is none."""
     try:
         values = json.loads(paths.verdict(attempt).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):
+        return None
+    if not isinstance(values, dict) or "kind" not in values:
         return None
     return Verdict(**{k: v for k, v in values.items() if k in Verdict.__dataclass_fields__ and v is not None})
 

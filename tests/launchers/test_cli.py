@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from miles_hpc import config as configuration
 from miles_hpc.launchers import cli
 
 
@@ -125,3 +126,32 @@ def test_answers_at_once_and_without_heavy_imports(no_slurm, toml, arguments):
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert time.monotonic() - before[1] < 5  # on a busy machine; 0.3 s on a quiet one
     assert json.loads(result.stdout.splitlines()[-1]) == []
+
+
+LOOKING = ["status", "logs", "cancel", "why", "resume", "report", "audit", "samples"]
+
+
+@pytest.mark.parametrize("command", LOOKING)
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", "\0"])
+def test_files_of_a_run_that_are_damaged_give_no_traceback(capsys, no_slurm, toml, command, text):
+    """Whatever a full disk or a hand has left in the small files of a run."""
+    folder = no_slurm / "run"
+    attempt = folder / "attempts/001"
+    attempt.mkdir(parents=True)
+    (folder / "heartbeat").mkdir()
+    (folder / "config.toml").write_text(configuration.dump(configuration.load(toml)))
+    for file in ("job.json", "attempts/001/verdict.json", "attempts/001/start.json", "heartbeat/rank-0000.json"):
+        (folder / file).write_text(text)
+    for file in ("events.jsonl", "ledger.jsonl"):
+        (folder / file).write_text(f"{text}\n{text}")
+    code, _, err = run(capsys, command, str(folder))
+    assert code in (0, 1, 2) and (code == 0 or command == "audit" or err.startswith("miles-submit: "))
+
+
+@pytest.mark.parametrize("command", LOOKING)
+def test_a_run_that_was_never_submitted(capsys, no_slurm, toml, command):
+    (no_slurm / "config.toml").write_text(configuration.dump(configuration.load(toml)))
+    code, out, _ = run(capsys, command, str(no_slurm))
+    assert code in (0, 2)
+    if command == "status":
+        assert "not submitted" in out and "next" not in out
