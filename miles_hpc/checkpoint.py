@@ -7,13 +7,13 @@ All training ranks write into a hidden folder; after a barrier the first rank ad
 
 import json
 import logging
-import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from miles_hpc.durable import fsync
 from miles_hpc.errors import CheckpointError, ModelError
 from miles_hpc.paths import RunPaths
 
@@ -132,22 +132,14 @@ def _sum(file: Path) -> tuple[int, int]:
 def _commit(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
     """Make everything durable, manifest last, then rename. A folder of the same version is moved aside, to be pruned."""
     for name in manifest["files"]:
-        _sync(partial / name)
+        fsync(partial / name)
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
-    _sync(partial / MANIFEST)
-    _sync(partial)
+    fsync(partial / MANIFEST)
+    fsync(partial)
     if folder.exists():
         folder.rename(folder.with_name(f".{folder.name}.old"))
     partial.rename(folder)
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    fsync(folder.parent)
 
 
 def _manifest_of(version: int, model: dict[str, Any], parts: list[dict[str, tuple[int, int]]]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from urllib.parse import unquote
 import h5py
 import numpy as np
 
+from miles_hpc.durable import fsync
 from miles_hpc.errors import SampleError
 from miles_hpc.paths import RunPaths
 from miles_hpc.samples.schema import ARRAYS, PER_SAMPLE, PER_TOKEN, TEXT, Samples
@@ -115,7 +116,7 @@ def _commit(
             _fill(sink, arrays, {name: [_storable(text) for text in values] for name, values in texts.items()}, attributes)
             sink.settle()
         temporary.rename(final)
-        _fsync(final.parent)
+        fsync(final.parent)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise _refused(error, final) from error
@@ -167,14 +168,6 @@ def _fill(sink: _Sink, arrays: Mapping[str, np.ndarray], texts: Mapping[str, lis
 def _refused(error: OSError, where: Path) -> SampleError:
     hint = "check quota and space (df -h, lfs quota), then miles-submit resume"
     return SampleError(f"shard cannot be written: {error}", where=str(where), next_step=hint)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _load(shard: Path) -> Samples:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from miles_hpc.durable import fsync
+
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 NOT_COPIED = "model.safetensors.index.json"
 
@@ -44,8 +46,8 @@ def _tensors(file: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 def _replace(partial: Path, folder: Path) -> None:
     for file in partial.iterdir():
-        _sync(file)
-    _sync(partial)
+        fsync(file)
+    fsync(partial)
     if folder.exists():
         old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
         folder.rename(old)
@@ -53,12 +55,4 @@ def _replace(partial: Path, folder: Path) -> None:
         shutil.rmtree(old)
     else:
         partial.rename(folder)
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    fsync(folder.parent)
