@@ -121,6 +121,8 @@ def _from_tiles(tile: Tensor, tiles: Tiles) -> Tensor:
 
 
 class _Varlen(torch.autograd.Function):
+    """In tiles, on a CPU."""
+
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, grid: Grid, scale: float) -> Tensor:
         out, log_sum = _forward(q, k, v, tiles, scale)

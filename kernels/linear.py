@@ -16,9 +16,14 @@ def reference(x: Tensor, weight: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """`reference`; a row of the result depends on its row of `x` and on `weight` only. Deterministic backward.
 
-    On a GPU this needs cuBLAS without workspace (`device.EXACT_ENVIRONMENT`), which rules out split-K kernels.
+    On a GPU this needs cuBLAS without workspace (`device.without_workspace`), which rules out split-K kernels.
     """
     return _Linear.apply(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], len(weight))
+
+
+def linear_float(x: Tensor, weight: Tensor) -> Tensor:
+    """`linear` with a float32 result, as a router wants it: [t, k] and [n, k] -> [t, n]."""
+    return _LinearFloat.apply(x, weight)
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
@@ -38,3 +43,18 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         return product(dy, weight.t()), dy.t() @ x
+
+
+class _LinearFloat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if x.is_cuda and x.dtype != torch.float32:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return product(x.float(), weight.float())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        dx, dweight = product(dy, weight.float().t()), dy.t() @ x.float()
+        return dx.to(x.dtype), dweight.to(weight.dtype)

@@ -42,5 +42,26 @@ def _frequencies(config: Any) -> tuple[Tensor, float]:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of [t, heads, head_dim], in float32: `x cos + swap(x) sin`, where `swap` exchanges the two halves."""
+    return _Rotate.apply(x, cos, sin)
+
+
+def _forward(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if x.is_cuda:
+        from miles_hpc.kernels import fused
+
+        return fused.rotate(x, cos, sin)
     y = x.float()
     return (y * cos + y.roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _forward(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
+        """The transpose of a rotation: the angle with the other sign."""
+        cos, sin = ctx.saved_tensors
+        return _forward(dout, cos, -sin), None, None

@@ -1,12 +1,12 @@
 """Checks at start-up what no library promises: that a matrix product gives a row the same bits in any company."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from miles_hpc.errors import NumericsError
-from miles_hpc.kernels.linear import product
+from miles_hpc.kernels.linear import linear_float, product
 from miles_hpc.kernels.rows import ROWS
 from miles_hpc.kernels.tiles import BLOCK, DECODE_ROWS
 
@@ -31,15 +31,19 @@ def check(shapes: Iterable[tuple[int, int]], head_dim: int, dtype: torch.dtype, 
     def random(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, device="cpu", dtype=torch.float32)
 
+    if where.type == "cuda" and dtype != torch.bfloat16:
+        raise NumericsError(f"exact numerics on a GPU are in bfloat16, not {dtype}", next_step='set model.dtype = "bfloat16"')
     for k, n in sorted(set(shapes)):
-        _linear(random(MOST, k).to(where, dtype), random(n, k).to(where, dtype))
+        x, weight = random(MOST, k).to(where, dtype), random(n, k).to(where, dtype)
+        _linear(product, x, weight)
+        _linear(linear_float, x, weight)
     if where.type == "cpu":
         for width in (head_dim, head_dim + DECODE_ROWS):
             _batched(random(40, ROWS, BLOCK), random(40, BLOCK, width))
         _batched(random(40, ROWS, head_dim), random(40, BLOCK, head_dim).transpose(1, 2))
 
 
-def _linear(x: Tensor, weight: Tensor) -> None:
+def _linear(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> None:
     whole = product(x, weight)
     half = len(weight) // 2
     for count in COUNTS:

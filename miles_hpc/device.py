@@ -7,6 +7,7 @@ Processes that run SGLang must not install it.
 
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,6 +29,15 @@ def backend() -> str:
 def device() -> torch.device:
     """This process's device."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+
+
+def without_workspace() -> None:
+    """Take cuBLAS's workspace away, and with it its split-K kernels, whose order of addition depends on the batch.
+
+    Must come before the first use of CUDA in a process; children inherit it. Found with CUDA 13.0 (docs/numerics.md).
+    """
+    os.environ["CUBLASLT_WORKSPACE_SIZE"] = "0"
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":0:0"
 
 
 def install() -> bool:

@@ -12,17 +12,40 @@ from miles_hpc.kernels.tiles import Tiles, tiles
 from miles_hpc.rollout.models.exact_causal import ExactModel
 
 
-class ExactAttention(AttentionBackend):
-    """Writes keys and values into SGLang's pool and reads them back in blocks: prefill, chunks and decode take one path.
+def check_model(model: Any) -> None:
+    """SGLang falls back to its own classes without an error when ours cannot be imported.
 
     Raises:
-        NumericsError: the engine loaded another model class than ours; SGLang falls back to its own without an error.
+        NumericsError: the engine loaded another class than ours.
+    """
+    if not isinstance(model, ExactModel):
+        raise NumericsError(f"the engine loaded {type(model).__qualname__} in place of the exact model")
+
+
+def flash(runner: Any) -> AttentionBackend:
+    """On a GPU SGLang's FlashAttention 3, which then never splits the keys of a query.
+
+    Raises:
+        NumericsError: see `check_model`.
+    """
+    from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+
+    check_model(runner.model)
+    backend = FlashAttentionBackend(runner)
+    backend.num_splits = 1
+    return backend
+
+
+class ExactAttention(AttentionBackend):
+    """On a CPU: writes keys and values into SGLang's pool and reads them back in blocks, in prefill, chunks and decode alike.
+
+    Raises:
+        NumericsError: see `check_model`.
     """
 
     def __init__(self, runner: Any) -> None:
         super().__init__()
-        if not isinstance(runner.model, ExactModel):
-            raise NumericsError(f"the engine loaded {type(runner.model).__qualname__} in place of the exact model")
+        check_model(runner.model)
         self.device = runner.device
         self.table, self.pool = runner.req_to_token_pool.req_to_token, runner.token_to_kv_pool
         config = runner.model.config

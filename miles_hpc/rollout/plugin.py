@@ -54,9 +54,12 @@ def _exact(torch: Any) -> None:
     """Our attention under a name that SGLang knows: for any other it takes Triton bookkeeping kernels, also on a CPU."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    from miles_hpc.rollout.attention import ExactAttention
+    from miles_hpc.rollout import attention
 
-    register_attention_backend("fa3" if torch.cuda.is_available() else "torch_native")(ExactAttention)
+    if torch.cuda.is_available():
+        register_attention_backend("fa3")(attention.flash)
+    else:
+        register_attention_backend("torch_native")(attention.ExactAttention)
 
 
 def _without_cuda(torch: Any) -> None:

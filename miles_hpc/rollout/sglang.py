@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from miles_hpc import device
 from miles_hpc.rollout import plugin, shim
 from miles_hpc.rollout.arguments import EngineArguments, server_arguments
 from miles_hpc.rollout.request import Output, Request, sampling_seed
@@ -65,7 +66,8 @@ def _start(arguments: EngineArguments) -> Any:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     if "miles_hpc.rollout.plugin:register" not in {point.value for point in entry_points(group="sglang.srt.plugins")}:
         raise RuntimeError("the SGLang plugin of miles_hpc has no entry point here: install the package with pip")
-    exact = arguments.numerics == "exact"
+    if exact := arguments.numerics == "exact":
+        device.without_workspace()
     os.environ[plugin.NUMERICS] = arguments.numerics
     os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = plugin.EXACT_MODELS if exact else ""
     # In exact numerics none of SGLang's own classes is left to fall back to.

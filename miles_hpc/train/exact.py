@@ -17,10 +17,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from miles_hpc.errors import NumericsError
-from miles_hpc.kernels import moe, selftest
+from miles_hpc.kernels import flash, moe, selftest
 from miles_hpc.kernels.activation import swiglu
 from miles_hpc.kernels.attention import Grid, varlen
-from miles_hpc.kernels.linear import linear
+from miles_hpc.kernels.linear import linear, linear_float
 from miles_hpc.kernels.norm import rms_norm
 from miles_hpc.kernels.rope import rotate
 from miles_hpc.kernels.tiles import Tiles, tiles
@@ -56,6 +56,8 @@ class CoreAttention(MegatronModule):
         """[t, heads, head_dim], [t, groups, head_dim] twice -> [t, heads * head_dim]."""
         pack = packed_seq_params
         query, key = rotate(query, pack.cos, pack.sin), rotate(key, pack.cos, pack.sin)
+        if query.is_cuda:
+            return flash.varlen(query, key, value, pack.cu_seqlens_q, pack.max_seqlen_q, self.scale).flatten(1)
         grid = Grid(pack.rows, pack.cells, pack.max_seqlen_q)
         return varlen(query, key, value, pack.tiles, grid, self.scale).flatten(1)
 
@@ -69,7 +71,7 @@ class SwiGLU(MLP):
 class Router(TopKRouter):
     def forward(self, hidden: Tensor, *unused: Any) -> tuple[Tensor, Tensor, Tensor]:
         """[t, hidden] -> probabilities [t, k], map [t, experts] bool (what was chosen), expert ids [t, k]."""
-        logits = linear(hidden.float(), self.weight.float())
+        logits = linear_float(hidden, self.weight)
         probs, ids = moe.route(logits, self.config.moe_router_topk, not self.config.moe_router_pre_softmax)
         return probs, torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True), ids
 

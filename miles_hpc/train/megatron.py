@@ -144,10 +144,11 @@ class Policy:
             cells=pack.cells,
             cos=cos,
             sin=sin,
-            tiles=self._tiles(pack) if self.exact else None,
+            tiles=self._tiles(pack) if self.exact and not pack.tokens.is_cuda else None,
         )
 
     def _tiles(self, pack: Pack) -> Any:
+        """Only on a CPU: FlashAttention cuts its tiles itself."""
         from miles_hpc.train.exact import tiles_of
 
         return tiles_of(pack, self.config.num_attention_heads // self.config.num_key_value_heads)

@@ -74,6 +74,8 @@ class Trainer:
         weights.check(self.model_config, model_folder)
         self.dtype = architecture.DTYPES[config.model.dtype]
         self.length, self.temperature = config.model.context_length, config.rollout.temperature
+        if self.exact:
+            device.without_workspace()
         join(rank, size, rendezvous, tp, ep, config.rollout.timeout_seconds)
         try:
             self._build()

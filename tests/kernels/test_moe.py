@@ -59,6 +59,6 @@ def test_ties_go_to_the_lowest_expert_and_experts_ascend():
 def test_pairs_come_back_to_their_tokens():
     ids = torch.tensor([[0, 4], [4, 5], [0, 1]])
     places = moe.Places.of(ids, EXPERTS)
-    assert places.sizes == [32, 32, 0, 0, 32, 32] and len(set(places.rows.tolist())) == 6
+    assert places.ends.tolist() == [32, 64, 64, 64, 96, 128] and len(set(places.rows.tolist())) == 6
     pairs = torch.arange(6.0)[:, None]
     assert torch.equal(places.scatter(pairs)[places.rows], pairs)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from miles_hpc.kernels import moe, selftest
 from miles_hpc.kernels.activation import swiglu
-from miles_hpc.kernels.linear import linear
+from miles_hpc.kernels.linear import linear, linear_float
 from miles_hpc.kernels.norm import rms_norm
 from miles_hpc.kernels.rope import Rotary, rotate
 from miles_hpc.train.convert import has_qk_norm, head_dim, is_moe_layer
@@ -89,7 +89,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, hidden] -> [t, hidden]."""
-        logits = linear(x.float(), self.gate.weight.float())
+        logits = linear_float(x, self.gate.weight)
         return moe.experts(x, *moe.route(logits, self.top_k, self.renormalise), self.up, self.down)
 
 

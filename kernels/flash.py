@@ -1,0 +1,83 @@
+"""Causal attention over packed sequences on a GPU: FlashAttention 3 forward, deterministic FlashAttention 2 backward.
+
+With `num_splits=1` FlashAttention 3 walks all keys of a query in one order, so SGLang's paged decode and this forward agree bit
+for bit (docs/numerics.md). The engine needs no twin of this file: SGLang calls the same library.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
+    """[t, heads, d], [t, groups, d] twice -> [t, heads, d]; bfloat16.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        bounds: [sequences + 1] int32, first token of each sequence.
+        longest: longest sequence.
+        scale: of the scores.
+    """
+    return _Varlen.apply(q, k, v, bounds, longest, scale)
+
+
+class _Varlen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float) -> Tensor:
+        from sgl_kernel.flash_attn import flash_attn_varlen_func
+
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        out, log_sum, *_ = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            bounds,
+            bounds,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            softmax_scale=scale,
+            causal=True,
+            num_splits=1,
+            return_softmax_lse=True,
+        )
+        ctx.save_for_backward(q, k, v, out, log_sum, bounds)
+        ctx.longest, ctx.scale = longest, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, log_sum, bounds = ctx.saved_tensors
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # of the random state: there is no dropout
+        with _deterministic():
+            dq, dk, dv = torch.ops.aten._flash_attention_backward(
+                dout.contiguous(),
+                q,
+                k,
+                v,
+                out,
+                log_sum,
+                bounds,
+                bounds,
+                ctx.longest,
+                ctx.longest,
+                0.0,
+                True,
+                unused,
+                unused,
+                scale=ctx.scale,
+            )
+        return dq, dk, dv, None, None, None
+
+
+class _deterministic:
+    """torch's deterministic mode, in which dq does not depend on timing. It warns: it knows other workspace settings only."""
+
+    def __enter__(self) -> None:
+        self.before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+    def __exit__(self, *error: Any) -> None:
+        torch.use_deterministic_algorithms(self.before[0], warn_only=self.before[1])
