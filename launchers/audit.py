@@ -13,15 +13,15 @@ import numpy as np
 from miles_hpc import config as configuration
 from miles_hpc.config import Config
 from miles_hpc.errors import UserError
-from miles_hpc.launchers import history, recount, report
+from miles_hpc.launchers import advantages, history, recount, report
 from miles_hpc.launchers.history import History, Line
-from miles_hpc.launchers.recount import Step
+from miles_hpc.launchers.recount import Key, Step
 from miles_hpc.paths import RunPaths
 
 SHOWN = 5
 """Mismatches printed per check."""
-EPSILON = 1e-6
-"""In GRPO's advantage: (r - mean) / (std + 1e-6), unbiased std."""
+SPARE_EPOCHS = 1 << 31
+"""Prompt ids of later epochs than this replace refused ones."""
 
 Problems = Iterator[str]
 
@@ -82,17 +82,18 @@ class Audit:
         for prompt_id in sorted(step.groups.keys() - lines.keys()):
             yield f"{folder}: prompt {prompt_id} has a rollout shard but no line in the ledger"
         for prompt_id in sorted(lines.keys() & step.groups.keys()):
-            for mismatch in _compared(lines[prompt_id], step.rewards(prompt_id)):
+            expected = _fate(step, prompt_id, self._advantages(step))
+            for mismatch in _compared(lines[prompt_id], step.rewards(prompt_id), expected, step.refusal(prompt_id)):
                 yield f"{self.paths.ledger}: step {n}, prompt {prompt_id}: {mismatch}"
 
     def as_sampled(self, n: int, step: Step) -> Problems:
         """Train shards hold every sample, with its loss mask and the sampler's log-probs bit for bit."""
         if n not in self.past.steps:  # the attempt ended within the step; a later one writes its train shards
             return
-        for key in sorted(step.rollout.keys() ^ step.train.keys()):
-            where = "rollout" if key in step.rollout else "train"
+        for key in sorted(step.accepted.keys() ^ step.train.keys()):
+            where = "rollout" if key in step.accepted else "train"
             yield f"{self.paths.step_samples(n)}: sample {key} is in {where} shards only"
-        for key in sorted(step.rollout.keys() & step.train.keys()):
+        for key in sorted(step.accepted.keys() & step.train.keys()):
             for row, name in product(step.train[key], ("loss_mask", "rollout_log_probs")):
                 if row.values[name].tobytes() != step.rollout[key].values[name].tobytes():
                     yield f"{row.file}: {name} of sample {key} is not that of {step.rollout[key].file.name}"
@@ -106,13 +107,18 @@ class Audit:
 
     def advantages(self, n: int, step: Step) -> Problems:
         """Advantages follow from the rewards by the formula of train.advantage."""
-        for prompt_id, indices in step.groups.items():
-            expected = _advantages(step.rewards(prompt_id), self.config.train.advantage)
-            for index, value in zip(indices, expected, strict=True):
-                for row in step.train.get((prompt_id, index), []):
-                    got = float(row.values["advantages"])
-                    if not _close(got, value, 1e-5):
-                        yield f"{row.file}: advantage of sample {(prompt_id, index)} is {got}, expected {value}"
+        for key, value in self._advantages(step).items():
+            for row in step.train.get(key, []):
+                got = float(row.values["advantages"])
+                if not _close(got, value, 1e-5):
+                    yield f"{row.file}: advantage of sample {key} is {got}, expected {value}"
+
+    def _advantages(self, step: Step) -> dict[Key, float]:
+        """By the formula; of an edge, whose formula is not known here, as the train shards say."""
+        kind = self.config.train.advantage
+        if kind not in advantages.FORMULAS:
+            return {key: float(rows[0].values["advantages"]) for key, rows in step.train.items()}
+        return advantages.recount(step, kind)
 
     def events(self, n: int, step: Step) -> Problems:
         """Events give the shards' mean reward and largest log-prob distance."""
@@ -146,7 +152,7 @@ class Audit:
         """Every step from 0 to the last has rollout.prompts_per_step prompts."""
         expected, steps = self.config.rollout.prompts_per_step, self.past.ledger
         for n in range(max(steps, default=-1) + 1):
-            count = len({line["prompt_id"] for line in steps.get(n, [])})
+            count = len({line["prompt_id"] for line in steps.get(n, []) if line["prompt_id"] < SPARE_EPOCHS})
             if count != expected:
                 yield f"{self.paths.ledger}: step {n} has {count} prompts, expected {expected}"
 
@@ -158,8 +164,12 @@ class Audit:
             prompts = data.load(self.config, "train")
         except (UserError, ImportError) as error:
             raise NotChecked(f"the prompts cannot be read here: {str(error).splitlines()[0]}") from None
+        rollout = self.config.rollout
+        tries = rollout.max_tries - 1 if rollout.filters else 0
         for n, lines in self.past.ledger.items():
-            expected = set(prompts.ids_of_step(n, self.config.rollout.prompts_per_step).tolist())
+            first = prompts.ids_of_step(n, rollout.prompts_per_step)[:, None]
+            places = np.concatenate([first, prompts.spare_ids(n, len(first), tries)], 1)
+            expected = set(_drawn(places.tolist(), {line["prompt_id"] for line in lines if line["fate"] == "refused"}))
             for prompt_id in sorted(expected ^ {line["prompt_id"] for line in lines}):
                 yield f"step {n}: prompt {prompt_id} {'is missing' if prompt_id in expected else 'belongs to another step'}"
 
@@ -212,10 +222,19 @@ def _failed(text: str, found: Problems) -> bool:
     return bool(problems)
 
 
+def _drawn(places: list[list[int]], refused: set[int]) -> Iterator[int]:
+    """Prompts that a step draws: for each place its ids in turn, up to the first that was not refused."""
+    for place in places:
+        for prompt_id in place:
+            yield prompt_id
+            if prompt_id not in refused:
+                break
+
+
 def _count(step: Step) -> Count:
-    rewards = [float(row.values["rewards"]) for row in step.rollout.values()]
+    rewards = [float(row.values["rewards"]) for row in step.accepted.values()]
     distances = [_distance(row.values) for rows in step.train.values() for row in rows]
-    return Count(len(rewards), frozenset(step.groups), _mean(rewards), max(distances, default=0.0))
+    return Count(len(step.rollout), frozenset(step.groups), _mean(rewards), max(distances, default=0.0))
 
 
 def _distance(values: dict[str, np.ndarray]) -> float:
@@ -223,22 +242,22 @@ def _distance(values: dict[str, np.ndarray]) -> float:
     return float(distance[values["loss_mask"] > 0].max(initial=0.0))
 
 
-def _compared(line: Line, rewards: np.ndarray) -> Problems:
-    """Where a ledger line and the rewards of its group differ."""
-    fate = "zero_variance" if (rewards == rewards[0]).all() else "trained"
+def _fate(step: Step, prompt_id: int, advantages: dict[Key, float]) -> str:
+    if step.refusal(prompt_id):
+        return "refused"
+    keys = [(prompt_id, index) for index in step.groups[prompt_id]]
+    return "trained" if any(advantages.get(key) for key in keys) else "zero_variance"
+
+
+def _compared(line: Line, rewards: np.ndarray, fate: str, reason: str) -> Problems:
+    """Where a ledger line and the shards of its group differ."""
     if line["fate"] != fate:
-        yield f"fate = {line['fate']}, the rewards say {fate}"
+        yield f"fate = {line['fate']}, the shards say {fate}"
+    if line.get("reason", "") != reason:
+        yield f"reason = {line.get('reason')!r}, the shards say {reason!r}"
     for name, value in {"samples": len(rewards), "reward": float(rewards.mean())}.items():
         if not _close(line[name], value, 2e-6):
             yield f"{name} = {line[name]}, the shards say {value}"
-
-
-def _advantages(rewards: np.ndarray, kind: str) -> np.ndarray:
-    """`group_std`: arXiv 2402.03300, eq. 3; `group_mean`: arXiv 2503.20783. Float64, written apart from the trainer's."""
-    if (rewards == rewards[0]).all():
-        return np.zeros(len(rewards))
-    centred = rewards - rewards.mean()
-    return centred / (np.std(rewards, ddof=1) + EPSILON) if kind == "group_std" else centred
 
 
 def _mean(values: list[float]) -> float | None:

@@ -4,10 +4,10 @@ import ast
 import difflib
 import importlib.util
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 from miles_hpc import config as configuration
+from miles_hpc import protocols
 from miles_hpc.config import Config
 from miles_hpc.errors import DataError, EdgeError, ModelError, SiteError
 from miles_hpc.launchers.controller import Partition
@@ -52,7 +52,7 @@ def check_files(config: Config) -> None:
         raise ModelError("no Hugging Face checkpoint there (config.json is missing)", where=f"model.path = {model}")
     for key in ("prompts", "eval"):
         _check_data(f"data.{key}", getattr(config.data, key))
-    for key, edge in edges(config):
+    for key, edge, _ in protocols.named(config):
         _check_edge(key, edge, folder)
 
 
@@ -66,18 +66,6 @@ def _check_data(key: str, value: str) -> None:
         raise DataError("no such file", where=f"{key} = {file}")
     if not file.stat().st_size:
         raise DataError("the file is empty", where=f"{key} = {file}")
-
-
-def edges(config: Config) -> Iterator[tuple[str, str]]:
-    """Key and `module:function` of every edge the configuration names."""
-    named = {
-        "model.source": config.model.source,
-        "data.prompts": config.data.prompts,
-        "data.eval": config.data.eval,
-        "rollout.reward": config.rollout.reward,
-        "warm_start.data": config.warm_start.data if config.warm_start else "",
-    }
-    yield from ((key, value) for key, value in named.items() if configuration.is_edge(value))
 
 
 def _check_edge(key: str, edge: str, folder: Path) -> None:

@@ -83,6 +83,9 @@ def _add_looking(commands) -> None:
     _command(commands, "audit", _audit, "recount the report's figures from the files", run=True)
 
 
+    _command(commands, "edges", _edges, "list the points where functions of your own attach")
+
+
 def _add_cluster(commands) -> None:
     cluster = commands.add_parser("cluster", help="a private Slurm of virtual nodes on this machine")
     actions = cluster.add_subparsers(title="actions", required=True, metavar="ACTION")
@@ -181,6 +184,13 @@ def _report(options: argparse.Namespace) -> int:
     from miles_hpc.launchers import report
 
     return report.report(_existing(options.run), options.json)
+
+
+def _edges(options: argparse.Namespace) -> int:
+    from miles_hpc.launchers import edges
+
+    print(edges.text())
+    return 0
 
 
 def _audit(options: argparse.Namespace) -> int:

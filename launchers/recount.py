@@ -26,6 +26,8 @@ class Row:
     file: Path
     values: dict[str, np.ndarray]
     """Token arrays of the sample, and its reward or advantage."""
+    refusal: str = ""
+    """Why a filter refused its group; in rollout shards only."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +35,20 @@ class Step:
     """All shards of a step."""
 
     rollout: dict[Key, Row]
+    """Of every group that was generated."""
     train: dict[Key, list[Row]]
     """More than one row where tensor-parallel ranks hold the same sample."""
     problems: list[str] = field(default_factory=list)
     """Damaged shards and samples that are there twice."""
+
+    @property
+    def accepted(self) -> dict[Key, Row]:
+        """Samples of groups that no filter refused."""
+        return {key: row for key, row in self.rollout.items() if not row.refusal}
+
+    def refusal(self, prompt_id: int) -> str:
+        """Why the group was refused; empty: it was trained on."""
+        return self.rollout[prompt_id, self.groups[prompt_id][0]].refusal
 
     @property
     def groups(self) -> dict[int, list[int]]:
@@ -68,13 +80,19 @@ def read(folder: Path) -> Step:
 def _rows(file: Path, per_token: set[str], value: str, problems: list[str]) -> Iterator[tuple[Key, Row]]:
     try:
         arrays = _arrays(file, per_token | {"prompt_ids", "sample_index", "offsets", value})
+        refusals = _refusals(file, len(arrays["prompt_ids"]))
     except Damaged as error:
         problems.append(str(error))
         return
     offsets = arrays["offsets"]
     for i, key in enumerate(zip(arrays["prompt_ids"].tolist(), arrays["sample_index"].tolist(), strict=True)):
         tokens = {name: arrays[name][offsets[i] : offsets[i + 1]] for name in per_token}
-        yield key, Row(file, {**tokens, value: arrays[value][i]})
+        yield key, Row(file, {**tokens, value: arrays[value][i]}, refusals[i])
+
+
+def _refusals(file: Path, samples: int) -> list[str]:
+    with h5py.File(file, "r", locking=False) as shard:
+        return [text.decode() for text in shard["refusals"][()]] if "refusals" in shard else [""] * samples
 
 
 def _arrays(file: Path, names: set[str]) -> dict[str, np.ndarray]:

@@ -18,6 +18,8 @@ from miles_hpc.config import Config, Data, is_edge
 from miles_hpc.errors import DataError, ModelError
 
 Split = Literal["train", "eval"]
+SPARE_EPOCHS = 1 << 31
+"""Epochs from here on are of prompts that replace refused ones."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,23 @@ class Prompts:
 
         `step` counts from 0 and `count` is the same for every step of a run.
         """
-        epochs, places = np.divmod(np.arange(step * count, (step + 1) * count, dtype=np.int64), len(self.rows))
-        rows = np.concatenate([self.order(int(epoch))[places[epochs == epoch]] for epoch in np.unique(epochs)])
-        return epochs * len(self.rows) + rows
+        return self._ids(np.arange(step * count, (step + 1) * count, dtype=np.int64))
+
+    def spare_ids(self, step: int, count: int, tries: int) -> np.ndarray:
+        """Prompt ids to try where a filter refuses a group: int64 [count, tries], one row per place of `ids_of_step`.
+
+        They come from an order of their own, far behind every epoch, so that refusals do not move the prompts of later steps:
+        what is drawn depends on (seed, step, place, try) alone.
+        """
+        places = (step * count + np.arange(count, dtype=np.int64))[:, None] * tries + np.arange(tries)
+        return self._ids(places.reshape(-1), SPARE_EPOCHS).reshape(places.shape)
+
+    def _ids(self, places: np.ndarray, first_epoch: int = 0) -> np.ndarray:
+        """Prompt ids at ascending places of the endless sequence of epochs."""
+        epochs, places = np.divmod(places, len(self.rows))
+        epochs += first_epoch
+        parts = [self.order(int(epoch))[places[epochs == epoch]] for epoch in np.unique(epochs)]
+        return epochs * len(self.rows) + np.concatenate([np.zeros(0, np.int64), *parts])
 
     def text(self, row: int) -> str:
         """What the model sees: the prompt, rendered with the chat template if `chat`."""

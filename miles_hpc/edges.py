@@ -4,12 +4,13 @@ The folder of the TOML file is appended to `sys.path`, never put first: a user's
 package.
 """
 
+import asyncio
 import importlib
 import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ def load(name: str, folder: str, *, key: str, arguments: tuple[str, ...]) -> Cal
     Raises:
         EdgeError: not importable (with file and line), no such function, not callable like that.
     """
+    function = find(name, folder, key=key)
+    check_signature(function, name, key, arguments)
+    return function
+
+
+def find(name: str, folder: str, *, key: str) -> Callable[..., Any]:
+    """As `load`, whatever the signature."""
     _append(folder)
     module_name, _, attribute = name.partition(":")
     function = getattr(_module(module_name, name, key, folder), attribute, None)
@@ -34,19 +42,21 @@ def load(name: str, folder: str, *, key: str, arguments: tuple[str, ...]) -> Cal
         raise EdgeError(
             f"module {module_name} has no function {attribute}", where=f"{key} = {name!r}", next_step=_fix(module_name)
         )
-    _check_signature(function, name, key, arguments)
     return function
 
 
 def call(function: Callable[..., Any], *arguments: Any, key: str) -> Any:
-    """`function(*arguments)`; whatever it raises becomes an EdgeError with the file and line that raised.
+    """`function(*arguments)`, a coroutine run to its end; whatever it raises becomes an EdgeError with file and line.
 
     Raises:
         EdgeError: the function raised.
     """
     process = os.getpid()
     try:
-        return function(*arguments)
+        value = function(*arguments)
+        return asyncio.run(value) if inspect.iscoroutine(value) else value
+    except EdgeError as error:  # of a function within the function
+        raise EdgeError(f"{key}: {error.what}", where=error.where) from error
     except (Exception, SystemExit) as error:
         raise EdgeError(f"{key} raised {describe(error)}", where=location(error)) from error
     finally:
@@ -101,17 +111,21 @@ def _fix(module_name: str) -> str:
     return f"put the function into {module_name}.py beside the TOML file, or correct the name"
 
 
-def _check_signature(function: Callable[..., Any], name: str, key: str, arguments: tuple[str, ...]) -> None:
+def check_signature(
+    function: Callable[..., Any], name: str, key: str, arguments: tuple[str, ...], options: Mapping[str, Any] | None = None
+) -> None:
+    """Raises: EdgeError if `function` cannot be called with these positional arguments, and options by keyword."""
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):
         return  # a builtin without a signature
     try:
-        signature.bind(*arguments)
+        signature.bind(*arguments, **(options or {}))
     except TypeError as error:
         code = getattr(inspect.unwrap(function), "__code__", None)
+        named = [f"{option}=..." for option in options or {}]
         raise EdgeError(
-            f"{key} = {name!r} has the signature {signature}; it is called with ({', '.join(arguments)}): {error}",
+            f"{key} = {name!r} has the signature {signature}; it is called with ({', '.join([*arguments, *named])}): {error}",
             where=f"{code.co_filename}:{code.co_firstlineno}" if code else name,
         ) from None
 

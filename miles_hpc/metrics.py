@@ -7,6 +7,7 @@ step, so that a killed rank loses nothing it had said.
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,7 +99,32 @@ def of_samples(samples: Samples, advantages: np.ndarray, group_size: int) -> dic
     }
 
 
-def fates(samples: Samples, dropped: list[int], advantages: np.ndarray, group_size: int, step: int, attempt: int) -> list[dict]:
+def of_refused(samples: Samples, refused: Samples, group_size: int, prompts: int) -> dict[str, float]:
+    """What filters did to a step of `prompts` places: groups tried, refused by reason, places left empty.
+
+    `reward/mean` is of the accepted groups; `reward/all_mean` is of all that were generated.
+    """
+    groups = len(samples) // group_size
+    reasons = Counter(refused.refusals[::group_size])
+    rewards = np.concatenate([samples.rewards, refused.rewards])
+    return {
+        "groups/tried": float(groups + reasons.total()),
+        "groups/refused": float(reasons.total()),
+        "groups/empty_places": float(prompts - groups),
+        "reward/all_mean": float(rewards.mean()),
+        **{f"filter/{reason}": float(count) for reason, count in reasons.items()},
+    }
+
+
+def fates(
+    samples: Samples,
+    dropped: list[int],
+    advantages: np.ndarray,
+    group_size: int,
+    step: int,
+    attempt: int,
+    refused: Samples | None = None,
+) -> list[dict]:
     """Ledger lines of a step: every prompt id and what became of it."""
     lines = []
     for first in range(0, len(samples), group_size):
@@ -106,8 +132,18 @@ def fates(samples: Samples, dropped: list[int], advantages: np.ndarray, group_si
         fate = "trained" if advantages[group].any() else "zero_variance"
         reward = round(float(samples.rewards[group].mean()), 6)
         lines.append({"prompt_id": int(samples.prompt_ids[first]), "fate": fate, "samples": group_size, "reward": reward})
+    lines += _refused(refused, group_size) if refused else []
     lines += [{"prompt_id": prompt_id, "fate": "reward_error", "samples": 0, "reward": None} for prompt_id in dropped]
     return [{"step": step, **line, "attempt": attempt} for line in lines]
+
+
+def _refused(samples: Samples, group_size: int) -> list[dict]:
+    lines = []
+    for first in range(0, len(samples), group_size):
+        reward = round(float(samples.rewards[first : first + group_size].mean()), 6)
+        lines.append({"prompt_id": int(samples.prompt_ids[first]), "fate": "refused", "samples": group_size, "reward": reward})
+        lines[-1]["reason"] = samples.refusals[first]
+    return lines
 
 
 def journals(paths: RunPaths) -> tuple[Journal, Journal]:

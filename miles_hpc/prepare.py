@@ -14,12 +14,11 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from miles_hpc import config, data, edges, verdicts
+from miles_hpc import calls, config, data, edges, verdicts
 from miles_hpc.config import Config
 from miles_hpc.errors import EdgeError, ModelError, UserError
 from miles_hpc.paths import RunPaths
 from miles_hpc.rollout.arguments import stop_tokens
-from miles_hpc.rollout.reward import Reward
 
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 
@@ -50,8 +49,8 @@ def prepare(run: Config, paths: RunPaths) -> None:
     Raises:
         EdgeError, ModelError, DataError.
     """
-    Reward.of(run)
     check_demonstrations(run)
+    calls.check(run)
     folder = paths.model_of(run)
     make_model(run, folder)
     facts = check_model(folder, run.model.context_length)
@@ -59,7 +58,9 @@ def prepare(run: Config, paths: RunPaths) -> None:
     if len(tokenizer) > facts["vocab_size"]:
         raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the model {facts['vocab_size']}", where=str(folder))
     limit = run.model.context_length - run.rollout.max_new_tokens
-    data.load(run, "train", tokenizer).check(limit)
+    prompts = data.load(run, "train", tokenizer)
+    prompts.check(limit)
+    calls.check_reward(run, prompts.rows[0], prompts.text(0))
     if run.data.eval:
         data.load(run, "eval", tokenizer).check(limit)
 

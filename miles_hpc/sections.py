@@ -106,6 +106,8 @@ class Rollout(Section):
     """Groups that one of them refuses are not trained on and are replaced by other prompts, see `max_tries`."""
     max_tries: PositiveInt = 4
     """Prompts tried for one place in the step before it stays empty; counts only with `filters`."""
+    reward_threads: PositiveInt = 4
+    """Rewards computed at a time per rollout rank, beside the generation."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature."""
     staleness: Annotated[int, Field(ge=0, le=1)] = 0

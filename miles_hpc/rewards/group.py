@@ -19,7 +19,7 @@ def ranked(samples: Sequence[Sample]) -> list[float]:
 
 
 def shortest_right(samples: Sequence[Sample]) -> list[float]:
-    """The reward, less up to half of it for right answers longer than the shortest right one (cf. Kimi k1.5, arXiv 2501.12599)."""
+    """The reward, less up to half of it for right answers longer than the shortest right one (cf. arXiv 2501.12599)."""
     lengths = [sample.response_length for sample in samples if sample.value > 0]
     if not lengths or min(lengths) == max(lengths):
         return [sample.value for sample in samples]

@@ -8,7 +8,7 @@ def score(prompt: str, answer: str, label: Any, metadata: Mapping[str, Any]) -> 
     r"""1.0 if the answer's last expression equals the label, else 0.0.
 
     The expression is looked for in `\boxed{}`, in `$...$`, and as a plain number. math-verify's own time-outs use a
-    signal, which only the main thread may have; rewards run in threads, so they are off, and `rollout.timeout_seconds` is the bound.
+    signal, which only the main thread may have; rewards run in threads, so they are off: `rollout.timeout_seconds` is it.
     """
     from math_verify import parse, verify
 

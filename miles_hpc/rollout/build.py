@@ -8,6 +8,7 @@ from miles_hpc.metrics import Clock
 from miles_hpc.paths import RunPaths
 from miles_hpc.rollout.engine import EngineHost
 from miles_hpc.rollout.generate import Generator
+from miles_hpc.rollout.judge import Judge
 from miles_hpc.rollout.reward import Reward
 from miles_hpc.rollout.role import RolloutRole
 from miles_hpc.samples.exchange import Outbox
@@ -33,10 +34,10 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
     tokenizer = data.tokenizer_of(paths.model_of(config))
     prompts = data.load(config, "train", tokenizer)
     held_out = data.load(config, "eval", tokenizer) if config.data.eval else None
-    reward = Reward.of(config)
+    reward, judge = Reward.of(config), Judge.of(config)
     heartbeat.enter("engine start")
     engine.wait_ready()
-    generator = Generator(config, engine, prompts, reward, held_out)
+    generator = Generator(config, engine, prompts, reward, held_out, judge)
     receiver = Receiver(world, engine, config.rollout.tensor_parallel, backend(), heartbeat, seconds)
     outbox = Outbox(world, paths, attempt, seconds)
     return RolloutRole(config, paths, world, prompts, generator, receiver, outbox, Clock(heartbeat), seconds)

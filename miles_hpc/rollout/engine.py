@@ -98,16 +98,15 @@ class EngineHost:
         Raises:
             EngineError: a request was refused. EngineDied. DeadlineExceeded: no answer within `timeout`.
         """
-        index = {next(self._ids): i for i, _ in enumerate(requests)}
-        self._pending |= index.keys()
-        self._send("generate", ("generate", [(key, requests[i]) for key, i in index.items()]))
-        try:
-            while index:
-                key, output = self._next(f"generate ({len(index)} of {len(requests)} answers outstanding)", self.timeout)
-                if key in index:
-                    yield index.pop(key), output
-        finally:
-            self._abandon(index.keys())
+        with self.flight() as flight:
+            index = {key: i for i, key in enumerate(flight.add(requests))}
+            while flight.open:
+                key, output = flight.next()
+                yield index[key], output
+
+    def flight(self) -> "Flight":
+        """Requests under way, to which more may be added."""
+        return Flight(self)
 
     def call(self, name: str, timeout: float | None = None, **fields: Any) -> Any:
         """A call between generations: see `CALLS` in `rollout/sglang.py` for names, SGLang's request classes for fields.
@@ -210,6 +209,41 @@ class EngineHost:
             file.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()[-15:]
         return "\nlast lines of its log:\n  " + "\n  ".join(lines) if lines else ""
+
+
+class Flight:
+    """Requests under way on one engine; leaving the context aborts those without an answer."""
+
+    def __init__(self, engine: EngineHost) -> None:
+        self.engine = engine
+        self.open: set[int] = set()
+        """Keys of the requests without an answer."""
+
+    def __enter__(self) -> "Flight":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.engine._abandon(self.open)
+
+    def add(self, requests: Sequence[Request]) -> list[int]:
+        """Send requests; returns their keys. Raises: EngineDied."""
+        keys = [next(self.engine._ids) for _ in requests]
+        self.engine._pending |= set(keys)
+        self.open |= set(keys)
+        self.engine._send("generate", ("generate", list(zip(keys, requests, strict=True))))
+        return keys
+
+    def next(self) -> tuple[int, Output]:
+        """The next answer and its request's key.
+
+        Raises:
+            EngineError: a request was refused. EngineDied. DeadlineExceeded: no answer within the engine's time-out.
+        """
+        while True:
+            key, output = self.engine._next(f"generate ({len(self.open)} answers outstanding)", self.engine.timeout)
+            if key in self.open:
+                self.open.discard(key)
+                return key, output
 
 
 def _reason(code: int | None) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +12,13 @@ import numpy as np
 from miles_hpc.config import Config
 from miles_hpc.data import Prompts, Row
 from miles_hpc.errors import DeadlineExceeded, EdgeError
-from miles_hpc.rollout.engine import EngineHost
+from miles_hpc.rollout.engine import EngineHost, Flight
+from miles_hpc.rollout.judge import Judge, Verdict
 from miles_hpc.rollout.request import Output, Request
 from miles_hpc.rollout.reward import Reward, Score
+from miles_hpc.sample import Sample
 from miles_hpc.samples.schema import STOPPED, TRUNCATED, Samples
 
-REWARD_THREADS = 4
 POLL_SECONDS = 0.01
 
 
@@ -26,9 +27,9 @@ class Timing:
     """Of the last call of `groups` or `evaluate`."""
 
     generate_seconds: float = 0.0
-    """From the first request to the last answer."""
+    """With requests under way."""
     reward_seconds: float = 0.0
-    """From the last answer to the last score: what scoring cost beyond generation."""
+    """Without any, waiting for scores: what scoring cost beyond generation."""
     reward_work_seconds: float = 0.0
     """Sum over all calls of the reward function, most of it hidden behind generation."""
     generated_tokens: int = 0
@@ -60,7 +61,15 @@ class Group:
     """The text the model saw."""
     row: Row
     requests: list[Request]
+    spare: list[int] = field(default_factory=list)
+    """Prompt ids to try instead, should a filter refuse it."""
     answers: list[Answer] = field(default_factory=list)
+    verdict: Future[Verdict] | None = None
+    """None before all answers are scored, and where a score failed."""
+
+    @property
+    def prompt_id(self) -> int:
+        return self.requests[0].prompt_id
 
     @property
     def answered(self) -> bool:
@@ -69,6 +78,17 @@ class Group:
     @property
     def scored(self) -> bool:
         return self.answered and all(answer.score.done() for answer in self.answers)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Of the first answer whose reward failed, else of the verdict."""
+        errors = [answer.score.exception() for answer in self.answers] + ([self.verdict.exception()] if self.verdict else [])
+        return next((error for error in errors if error), None)
+
+    @property
+    def refusal(self) -> str:
+        """Why a filter refused the group; empty if none did, or if a reward failed."""
+        return self.verdict.result().refusal if self.verdict and not self.error else ""
 
 
 class Generator:
@@ -80,31 +100,46 @@ class Generator:
         prompts: of the training split, with a tokenizer.
         reward: the reward edge. It runs in threads: its Python time competes with this process, not with the engine.
         held_out: prompts of the evaluation, None if there are none.
+        judge: group reward and filters; runs in the same threads.
     """
 
     def __init__(
-        self, config: Config, engine: EngineHost, prompts: Prompts, reward: Reward, held_out: Prompts | None = None
+        self,
+        config: Config,
+        engine: EngineHost,
+        prompts: Prompts,
+        reward: Reward,
+        held_out: Prompts | None = None,
+        judge: Judge | None = None,
     ) -> None:
         self.config, self.engine, self.prompts, self.reward, self.held_out = config, engine, prompts, reward, held_out
+        self.judge = judge or Judge()
         self.timing = Timing()
         self.reward_errors: dict[int, str] = {}
         """Of the last call of `groups`: dropped prompt ids (`rollout.reward_error = "drop"`), each with its first error."""
-        self._pool = ThreadPoolExecutor(REWARD_THREADS, thread_name_prefix="reward")
+        self._pool = ThreadPoolExecutor(config.rollout.reward_threads, thread_name_prefix="reward")
 
-    def groups(self, step: int, prompt_ids: Sequence[int] | np.ndarray, version: int) -> Iterator[Samples]:
+    def groups(
+        self, step: int, prompt_ids: Sequence[int] | np.ndarray, version: int, spare: Mapping[int, Sequence[int]] | None = None
+    ) -> Iterator[Samples]:
         """Yield finished groups, `rollout.flush_groups` at a time, in the order in which they finish.
+
+        A group that a filter refuses is yielded too, with the reason in `refusals`; a spare prompt is generated in its place at
+        once, while the others go on.
 
         Args:
             step: for messages.
             prompt_ids: this engine's share of the step.
             version: of the engine's weights; written on every answer token.
+            spare: for a prompt id, those to try after it.
 
         Raises:
             EdgeError: a reward failed and `rollout.reward_error = "fail"`. EngineDied, EngineError, DeadlineExceeded.
         """
         self.reward_errors = {}
         flush, finished = self.config.rollout.flush_groups, []
-        for group in self._scored([self._group(self.prompts, int(i)) for i in prompt_ids]):
+        others = spare or {}
+        for group in self._judged([self._group(self.prompts, int(i), spare=others.get(int(i), ())) for i in prompt_ids]):
             finished += self._accept(step, group, version)
             if len(finished) >= flush:
                 yield Samples.concat(finished)
@@ -122,79 +157,131 @@ class Generator:
         if self.held_out is None:
             return Evaluation(0.0, 0)
         rows = range(min(len(self.held_out), self.config.eval.prompts))[index::count]
-        groups = self._scored([self._group(self.held_out, row, greedy=True) for row in rows])
-        return Evaluation(sum(group.answers[0].score.result().value for group in groups), len(rows))
+        groups = self._judged([self._group(self.held_out, row, greedy=True) for row in rows], filtering=False)
+        return Evaluation(sum(_rewards(group)[0] for group in groups), len(rows))
 
     def close(self) -> None:
         """Stop the reward threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _group(self, prompts: Prompts, prompt_id: int, greedy: bool = False) -> Group:
+    def _group(self, prompts: Prompts, prompt_id: int, greedy: bool = False, spare: Sequence[int] = ()) -> Group:
         row, rollout = prompt_id % len(prompts), self.config.rollout
         tokens, samples = prompts.tokens(row), 1 if greedy else rollout.samples_per_prompt
         requests = [Request(tokens, prompt_id, i, rollout.max_new_tokens, greedy) for i in range(samples)]
-        return Group(prompts.text(row), prompts.rows[row], requests)
+        return Group(prompts.text(row), prompts.rows[row], requests, [int(i) for i in spare])
 
-    def _scored(self, groups: list[Group]) -> Iterator[Group]:
-        """The groups as their last score comes in."""
-        self.timing, started = Timing(), time.perf_counter()
-        open_groups: list[Group] = []
-        for group in self._answered(groups):
-            open_groups.append(group)
-            yield from _take_scored(open_groups)
-        generated = time.perf_counter()
-        while open_groups:
-            yield from _take_scored(open_groups)
-            self._wait(open_groups, time.perf_counter() - generated)
-        self.timing = _timing(groups, generated - started, time.perf_counter() - generated)
+    def _judged(self, groups: list[Group], filtering: bool = True) -> Iterator[Group]:
+        """The groups as their verdicts come in, and those that were generated in place of refused ones."""
+        started, idle, waited = time.perf_counter(), 0.0, 0.0
+        everything, left = list(groups), list(groups)
+        under_way: dict[int, tuple[Group, Request]] = {}
+        with self.engine.flight() as flight:
+            self._send(flight, groups, under_way)
+            while left:
+                if flight.open:
+                    self._receive(flight, under_way)
+                else:
+                    seconds = self._wait(left, waited)
+                    waited, idle = waited + seconds, idle + seconds
+                for group in self._take_judged(left, filtering):
+                    waited = 0.0
+                    if group.refusal and group.spare:
+                        other = self._group(self.prompts, group.spare[0], spare=group.spare[1:])
+                        everything.append(other)
+                        left.append(other)
+                        self._send(flight, [other], under_way)
+                    yield group
+        self.timing = _timing(everything, time.perf_counter() - started - idle, idle)
 
-    def _answered(self, groups: list[Group]) -> Iterator[Group]:
-        """The groups as their last answer comes in, scoring under way."""
+    def _send(self, flight: Flight, groups: list[Group], under_way: dict[int, tuple[Group, Request]]) -> None:
         work = [(group, request) for group in groups for request in group.requests]
-        for index, output in self.engine.generate([request for _, request in work]):
-            group, request = work[index]
-            group.answers.append(self._score(group, request, output))
-            if group.answered:
-                yield group
+        under_way.update(zip(flight.add([request for _, request in work]), work, strict=True))
+
+    def _receive(self, flight: Flight, under_way: dict[int, tuple[Group, Request]]) -> None:
+        """The next answer; its score is under way afterwards."""
+        key, output = flight.next()
+        group, request = under_way.pop(key)
+        group.answers.append(self._score(group, request, output))
+
+    def _take_judged(self, groups: list[Group], filtering: bool) -> list[Group]:
+        """Remove the groups that are decided from `groups` and return them; scored ones are given to the judge."""
+        decided = []
+        for group in groups:
+            if group.scored and group.verdict is None and not group.error:
+                group.verdict = self._pool.submit(self.judge, _as_samples(group), filtering)
+            if group.scored and (group.verdict is None or group.verdict.done()):
+                decided.append(group)
+        groups[:] = [group for group in groups if group not in decided]
+        return decided
 
     def _score(self, group: Group, request: Request, output: Output) -> Answer:
         text = self.prompts.tokenizer.decode(output.tokens, skip_special_tokens=True)
-        metadata = {**group.row.metadata, "finished": output.stopped}
+        facts = {"finished": output.stopped, "tokens": len(output.tokens), "max_new_tokens": request.max_new_tokens}
+        metadata = {**group.row.metadata, **facts}
         sample = f"prompt {request.prompt_id}, sample {request.sample_index}"
         return Answer(
             request, output, text, self._pool.submit(self.reward, group.prompt, text, group.row.label, metadata, sample)
         )
 
-    def _wait(self, groups: list[Group], waited: float) -> None:
-        """A short wait for scores; a reward that hangs is named."""
-        if not groups:
-            return
+    def _wait(self, groups: list[Group], waited: float) -> float:
+        """A short wait for scores, whose seconds are returned; a reward that hangs is named."""
+        started = time.perf_counter()
         time.sleep(POLL_SECONDS)
         self.engine.poll_hook()
         if waited > self.config.rollout.timeout_seconds:
-            slow = next(answer for group in groups for answer in group.answers if not answer.score.done())
+            answers = [answer for group in groups for answer in group.answers]
+            slow = next((answer for answer in answers if not answer.score.done()), answers[0])
             raise DeadlineExceeded(
                 f"rollout.reward did not return within {waited:.0f} s",
                 where=f"prompt {slow.request.prompt_id}, sample {slow.request.sample_index}, answer {slow.text[:200]!r}",
                 next_step="give the reward function a time limit of its own, or raise rollout.timeout_seconds",
             )
+        return time.perf_counter() - started
 
     def _accept(self, step: int, group: Group, version: int) -> list[Samples]:
         """The group's samples, or nothing if a reward of it failed and the policy is to drop."""
-        errors = [error for answer in group.answers if (error := answer.score.exception())]
-        if not errors:
+        if not group.error:
             return [_samples(group, version)]
-        if self.config.rollout.reward_error == "fail" or not isinstance(errors[0], EdgeError):
-            raise errors[0]
-        self.reward_errors[group.requests[0].prompt_id] = f"step {step}: {errors[0]}"
+        if self.config.rollout.reward_error == "fail" or not isinstance(group.error, EdgeError):
+            raise group.error
+        self.reward_errors[group.prompt_id] = f"step {step}: {group.error}"
         return []
 
 
-def _take_scored(groups: list[Group]) -> list[Group]:
-    """Remove the scored groups from `groups` and return them."""
-    scored = [group for group in groups if group.scored]
-    groups[:] = [group for group in groups if group not in scored]
-    return scored
+def _as_samples(group: Group) -> list[Sample]:
+    """As group rewards and filters see them, by sample index."""
+    return [
+        Sample(
+            group_index=group.prompt_id,
+            index=answer.request.sample_index,
+            prompt=group.prompt,
+            tokens=[*answer.request.tokens, *answer.output.tokens],
+            response=answer.text,
+            response_length=len(answer.output.tokens),
+            label=group.row.label,
+            reward=_reward(answer.score.result()),
+            rollout_log_probs=answer.output.log_probs,
+            status=Sample.Status.COMPLETED if answer.output.stopped else Sample.Status.TRUNCATED,
+            metadata=dict(group.row.metadata),
+        )
+        for answer in _sorted(group)
+    ]
+
+
+def _sorted(group: Group) -> list[Answer]:
+    return sorted(group.answers, key=lambda answer: answer.request.sample_index)
+
+
+def _reward(score: Score) -> Any:
+    return {"reward": score.value, **score.parts} if score.parts else score.value
+
+
+def _rewards(group: Group) -> list[float]:
+    """Of the group, where there is a group reward, else of each answer. Raises: EdgeError if one failed."""
+    if group.error:
+        raise group.error
+    whole = group.verdict.result().rewards if group.verdict else None
+    return whole or [answer.score.result().value for answer in _sorted(group)]
 
 
 def _timing(groups: list[Group], generate: float, reward: float) -> Timing:
@@ -204,7 +291,7 @@ def _timing(groups: list[Group], generate: float, reward: float) -> Timing:
 
 
 def _samples(group: Group, version: int) -> Samples:
-    answers = sorted(group.answers, key=lambda answer: answer.request.sample_index)
+    answers = _sorted(group)
     scores = [answer.score.result() for answer in answers]
     names = sorted({name for score in scores for name in score.parts})
     lengths = [len(a.request.tokens) + len(a.output.tokens) for a in answers]
@@ -217,11 +304,12 @@ def _samples(group: Group, version: int) -> Samples:
         loss_mask=_flat([([0] * len(a.request.tokens), [1] * len(a.output.tokens)) for a in answers], np.uint8),
         rollout_log_probs=_flat([([0.0] * len(a.request.tokens), a.output.log_probs) for a in answers], np.float32),
         weight_versions=_flat([([-1] * len(a.request.tokens), [version] * len(a.output.tokens)) for a in answers], np.int32),
-        rewards=np.array([score.value for score in scores], np.float32),
+        rewards=np.array(_rewards(group), np.float32),
         status=np.array([STOPPED if a.output.stopped else TRUNCATED for a in answers], np.uint8),
         prompts=[group.prompt] * len(answers),
         answers=[answer.text for answer in answers],
         labels=[label] * len(answers),
+        refusals=[group.refusal] * len(answers),
         reward_parts={name: np.array([score.parts.get(name, np.nan) for score in scores], np.float32) for name in names},
     )
 

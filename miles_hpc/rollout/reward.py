@@ -5,11 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from miles_hpc import edges
+from miles_hpc import attach, edges
 from miles_hpc.config import Config
 from miles_hpc.errors import EdgeError
 
-ARGUMENTS = ("prompt", "answer", "label", "metadata")
 EXCERPT = 200
 LARGEST = 3.4e38
 
@@ -23,11 +22,30 @@ class Score:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Sum:
+    """`rollout.rewards`: the weighted sum of several, each kept under its name."""
+
+    functions: dict[str, Callable[..., Any]]
+    weights: dict[str, float]
+
+    def __call__(self, prompt: str, answer: str, label: Any, metadata: dict[str, Any]) -> dict[str, float]:
+        """Raises: EdgeError naming the part that raised or returned something else than numbers."""
+        found: dict[str, float] = {}
+        for name, function in self.functions.items():
+            parts = numbers_of(edges.call(function, prompt, answer, label, metadata, key=f"reward {name}"), function, name)
+            found[name] = parts.pop("reward")
+            found |= {f"{name}.{part}": value for part, value in parts.items()}
+        return found | {"reward": sum(self.weights[name] * found[name] for name in self.functions)}
+
+
 class Reward:
     """`rollout.reward`: `(prompt, answer, label, metadata) -> float`, or `-> dict` of numbers with a key `reward`.
 
     `prompt` is the text the model saw, `answer` the decoded answer without special tokens, `metadata` the row's mapping plus
-    `finished`: True if the model ended the answer itself, False if it was cut at `rollout.max_new_tokens`.
+    `finished`: True if the model ended the answer itself, False if it was cut at `rollout.max_new_tokens`, the number of its
+    `tokens`, and `max_new_tokens`. Several functions are `rollout.rewards`; without any, every answer is worth 0 before the
+    group reward.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -36,7 +54,11 @@ class Reward:
     @classmethod
     def of(cls, config: Config) -> "Reward":
         """Raises: EdgeError."""
-        return cls(edges.load(config.rollout.reward, config.run.edges_folder, key="rollout.reward", arguments=ARGUMENTS))
+        rollout = config.rollout
+        if rollout.reward:
+            return cls(attach.attach(config, "rollout.reward", rollout.reward))
+        parts = {part.name: attach.attach(config, "rollout.rewards", part.function, part.options) for part in rollout.rewards}
+        return cls(Sum(parts, {part.name: part.weight for part in rollout.rewards}))
 
     def __call__(self, prompt: str, answer: str, label: Any, metadata: Mapping[str, Any], sample: str) -> Score:
         """Score one answer.
@@ -50,12 +72,18 @@ class Reward:
         started = time.perf_counter()
         name = f"rollout.reward ({sample}, answer {_excerpt(answer)})"
         returned = edges.call(self.function, prompt, answer, label, dict(metadata), key=name)
-        parts = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
-        numbers = all(isinstance(key, str) and _is_number(value) for key, value in parts.items())
-        if "reward" not in parts or not numbers:
-            raise edges.wrong(name, self.function, "a finite number, or a dict of them with a key 'reward'", returned)
-        value = float(parts.pop("reward"))
-        return Score(value, {key: float(part) for key, part in parts.items()}, time.perf_counter() - started)
+        parts = numbers_of(returned, self.function, name)
+        value = parts.pop("reward")
+        return Score(value, parts, time.perf_counter() - started)
+
+
+def numbers_of(returned: Any, function: Callable[..., Any], name: str) -> dict[str, float]:
+    """What a reward returned, as numbers with the key `reward`. Raises: EdgeError if it is something else."""
+    parts = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
+    numbers = all(isinstance(key, str) and _is_number(value) for key, value in parts.items())
+    if "reward" not in parts or not numbers:
+        raise edges.wrong(name, function, "a finite number, or a dict of them with a key 'reward'", returned)
+    return {key: float(part) for key, part in parts.items()}
 
 
 def _is_number(value: Any) -> bool:
@@ -70,4 +98,4 @@ def _excerpt(answer: str) -> str:
     return repr(answer if len(answer) <= EXCERPT else answer[:EXCERPT] + "...")
 
 
-__all__ = ["ARGUMENTS", "EdgeError", "Reward", "Score"]
+__all__ = ["EdgeError", "Reward", "Score"]

@@ -3,9 +3,8 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from pathlib import Path
-
-import numpy as np
 
 from miles_hpc import evaluation, metrics
 from miles_hpc.config import Config
@@ -59,13 +58,14 @@ class RolloutRole:
     def generate(self, step: int) -> None:
         """This engine's share of the step's groups, written and announced; what is on disk is not generated again."""
         old = self.backlog.get(step, [])
-        missing = np.setdiff1d(self._ids(step), [i for shard in old for i in shard.prompt_ids], assume_unique=True)
+        missing = self._missing(step, old)
         if self.world.leads:
             for shard in old:
                 self.outbox.announce(shard)
         mine = missing[self.world.role_rank :: self.world.role_size]
         with self.clock("rollout", step):
-            for samples in self.generator.groups(step, mine, self.receiver.version):
+            first, spare = [place[0] for place in mine], {place[0]: place[1:] for place in mine}
+            for samples in self.generator.groups(step, first, self.receiver.version, spare):
                 self.outbox.put(step, samples)
         timing, dropped = self.generator.timing, sorted(self.generator.reward_errors)
         seconds = {"rollout": timing.generate_seconds, "reward": timing.reward_seconds}
@@ -73,8 +73,15 @@ class RolloutRole:
         self.outbox.announce(Finished(step, seconds, timing.generated_tokens, dropped, first))
         self._report(step)
 
-    def _ids(self, step: int) -> np.ndarray:
-        return self.prompts.ids_of_step(step, self.config.rollout.prompts_per_step)
+    def _missing(self, step: int, old: list[Shard]) -> list[list[int]]:
+        """Prompt ids to try for each place of the step that has no group yet."""
+        rollout = self.config.rollout
+        ids = self.prompts.ids_of_step(step, rollout.prompts_per_step)
+        tries = rollout.max_tries - 1 if rollout.filters else 0
+        spare = self.prompts.spare_ids(step, rollout.prompts_per_step, tries)
+        finished = {i for shard in old for i in shard.prompt_ids}
+        refused = {i for shard in old for i in shard.refused}
+        return open_places([[int(i), *map(int, others)] for i, others in zip(ids, spare, strict=True)], finished, refused)
 
     def _evaluate(self, version: int) -> None:
         with self.clock("evaluation", version):
@@ -100,6 +107,21 @@ class RolloutRole:
         self.board.scalars(step, figures)
 
 
+def open_places(places: list[list[int]], finished: set[int], refused: set[int]) -> list[list[int]]:
+    """What is left to do after an interruption: a place is filled by its first prompt that is finished and not refused.
+
+    Args:
+        places: for each place of the step, the prompt ids that are tried in turn.
+        finished: prompt ids whose group is on disk, refused ones included.
+        refused: those that a filter refused.
+
+    Returns:
+        For each place still open, the ids still to try; a place whose ids are all refused stays empty.
+    """
+    left = [list(dropwhile(lambda i: i in refused, place)) for place in places]
+    return [place for place in left if place and place[0] not in finished]
+
+
 def leftovers(paths: RunPaths, first: int, steps: int) -> dict[int, list[Shard]]:
     """Complete shards of the steps from `first` on, found by listing the folders; damaged ones are set aside and named."""
     found: dict[int, list[Shard]] = {}
@@ -114,8 +136,7 @@ def leftovers(paths: RunPaths, first: int, steps: int) -> dict[int, list[Shard]]
 
 def _readable(step: int, file: Path) -> Shard | None:
     try:
-        prompt_ids = np.unique(store.read(file, deadline=0).prompt_ids)
+        return Shard.of(step, file, store.read(file, deadline=0))
     except store.SampleError as error:
         print(f"set aside as {store.set_aside(file).name}: {error}", flush=True)
         return None
-    return Shard(step, str(file), [int(i) for i in prompt_ids])

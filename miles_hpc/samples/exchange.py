@@ -21,6 +21,13 @@ class Shard:
     step: int
     file: str
     prompt_ids: list[int]
+    refused: list[int] = field(default_factory=list)
+    """Those of them whose group a filter refused."""
+
+    @classmethod
+    def of(cls, step: int, file: Path, samples: Samples) -> "Shard":
+        refused = {int(i) for i in samples.refused.prompt_ids}
+        return cls(step, str(file), [int(i) for i in np.unique(samples.prompt_ids)], sorted(refused))
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,9 @@ class Collected:
     """All samples of a step, as the trainer uses them."""
 
     samples: Samples
+    """Of accepted groups."""
+    refused: Samples
+    """Of groups that a filter refused."""
     seconds: dict[str, float]
     """Of generation and of reward, the slowest engine's."""
     generated_tokens: int
@@ -59,7 +69,7 @@ class Outbox:
     def put(self, step: int, samples: Samples) -> None:
         """Write whole groups as one shard and announce it."""
         file = store.write(self.paths, step, self.world.rank, self.attempt, samples)
-        self.announce(Shard(step, str(file), [int(i) for i in np.unique(samples.prompt_ids)]))
+        self.announce(Shard.of(step, file, samples))
 
     def announce(self, message: Shard | Finished) -> None:
         self.world.send(message, self.world.train[0], SAMPLES, self.seconds, "the trainer to hear of samples")
@@ -91,7 +101,8 @@ class Inbox:
             raise EdgeError(f"step {step} has no samples: rollout.reward failed in every group", where=first, next_step=hint)
         _check(samples, step, oldest_version)
         return Collected(
-            samples=samples,
+            samples=_accepted(samples, step),
+            refused=samples.refused,
             seconds={key: max(m.seconds.get(key, 0.0) for m in finished) for key in ("rollout", "reward")},
             generated_tokens=sum(m.generated_tokens for m in finished),
             dropped=sorted(i for m in finished for i in m.dropped),
@@ -106,6 +117,18 @@ class Inbox:
             message = self.world.receive(SAMPLES, self.seconds, f"samples of step {step}")
             (messages if message.step == step else self._early).append(message)
         return messages
+
+
+def _accepted(samples: Samples, step: int) -> Samples:
+    """What is trained on. Raises: EdgeError if that is nothing."""
+    accepted = samples.accepted
+    if not len(accepted):
+        raise EdgeError(
+            f"rollout.filters refused every group of step {step}",
+            where=", ".join(sorted(set(samples.refusals))),
+            next_step="loosen rollout.filters, raise rollout.max_tries, or choose easier or harder prompts",
+        )
+    return accepted
 
 
 def _check(samples: Samples, step: int, oldest_version: int) -> None:

@@ -14,7 +14,7 @@ STOPPED, TRUNCATED = 0, 1
 
 PER_SAMPLE = {"prompt_ids": np.int64, "sample_index": np.int32, "rewards": np.float32, "status": np.uint8}
 PER_TOKEN = {"tokens": np.int32, "loss_mask": np.uint8, "rollout_log_probs": np.float32, "weight_versions": np.int32}
-TEXT = ("prompts", "answers", "labels")
+TEXT = ("prompts", "answers", "labels", "refusals")
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,27 @@ class Samples:
     answers: list[str]
     labels: list[str]
     """[n] JSON texts."""
+    refusals: list[str] = field(default_factory=list)
+    """[n] why a filter refused the sample's group; empty: it is trained on."""
     reward_parts: dict[str, np.ndarray] = field(default_factory=dict)
     """Components of the reward by name, each [n] float32."""
 
+    def __post_init__(self) -> None:
+        if not self.refusals:
+            object.__setattr__(self, "refusals", [""] * len(self.prompt_ids))
+
     def __len__(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def accepted(self) -> Self:
+        """The samples that are trained on."""
+        return self.take([i for i, refusal in enumerate(self.refusals) if not refusal])
+
+    @property
+    def refused(self) -> Self:
+        """The samples of groups that a filter refused."""
+        return self.take([i for i, refusal in enumerate(self.refusals) if refusal])
 
     @property
     def lengths(self) -> np.ndarray:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from miles_hpc import edges
+from miles_hpc import attach, edges
 from miles_hpc.config import Config, is_edge
 from miles_hpc.samples.schema import Samples
 
@@ -102,7 +102,7 @@ def advantage_of(config: Config) -> Advantage:
     name = config.train.advantage
     if not is_edge(name):
         return ADVANTAGES[name]
-    function = edges.load(name, config.run.edges_folder, key="train.advantage", arguments=("samples", "group_size"))
+    function = attach.attach(config, "train.advantage", name)
 
     def checked(samples: Samples, group_size: int) -> np.ndarray:
         answer = edges.call(function, samples, group_size, key="train.advantage")

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from miles_hpc import edges
+from miles_hpc import attach, edges
 from miles_hpc.config import Config, Train, is_edge
 from miles_hpc.train.correction import CORRECTIONS, Correction
 from miles_hpc.train.divergence import ESTIMATORS, Estimator
@@ -79,7 +79,7 @@ def loss_of(config: Config) -> Loss:
     name = config.train.loss
     if not is_edge(name):
         return LOSSES[name]
-    function = edges.load(name, config.run.edges_folder, key="train.loss", arguments=("tokens", "train"))
+    function = attach.attach(config, "train.loss", name)
 
     def checked(tokens: Tokens, train: Train) -> TokenLoss:
         answer = edges.call(function, tokens, train, key="train.loss")

@@ -14,6 +14,7 @@ from miles_hpc.samples.exchange import FIRST_STEP, Collected, Inbox
 from miles_hpc.samples.schema import Samples
 from miles_hpc.sync import Sender
 from miles_hpc.train.advantage import advantage_of
+from miles_hpc.train.hooks import Hooks
 from miles_hpc.train.trainer import Result, Trainer
 from miles_hpc.train.warm_start import warm_start
 from miles_hpc.world import World
@@ -42,6 +43,7 @@ class TrainRole:
         self.steps, self.group_size = self.config.run.steps, self.config.rollout.samples_per_prompt
         self.advantage, self.lead = advantage_of(self.config), self.world.leads
         self.figures: dict[str, float] = {}
+        self.hooks = Hooks.of(self.config)
         self.mark = time.monotonic()
 
     def start(self) -> int:
@@ -85,6 +87,7 @@ class TrainRole:
 
     def update(self, samples: Samples, advantages: np.ndarray, step: int) -> Result:
         """The optimizer steps of `step`."""
+        self.hooks.step("before", step, {})
         with self.clock("train", step):
             return self.trainer.step(samples, advantages, step)
 
@@ -93,13 +96,21 @@ class TrainRole:
         own = collected.samples.take(result.own)
         store.write_train(self.paths, step, self.world.rank, own, result.train_log_probs, advantages[result.own])
         if not self.lead:
+            self.hooks.step("after", step, {})
             return
         self.ledger.append(
-            *metrics.fates(collected.samples, collected.dropped, advantages, self.group_size, step, self.attempt)
+            *metrics.fates(
+                collected.samples, collected.dropped, advantages, self.group_size, step, self.attempt, collected.refused
+            )
         )
         self.figures |= metrics.of_samples(collected.samples, advantages, self.group_size) | result.metrics
+        if self.config.rollout.filters:
+            places = self.config.rollout.prompts_per_step
+            self.figures |= metrics.of_refused(collected.samples, collected.refused, self.group_size, places)
         self.figures["samples/bytes"] = float(collected.size)
         self.figures["groups/reward_error"] = float(len(collected.dropped))
+        self.figures |= self.hooks.metrics(collected.samples, advantages, self.group_size)
+        self.hooks.step("after", step, self.figures)
         self.generation = collected.seconds | {"tokens": collected.generated_tokens}
 
     def checkpoint(self, version: int) -> None:

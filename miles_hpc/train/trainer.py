@@ -16,6 +16,7 @@ from miles_hpc.config import Config
 from miles_hpc.errors import Diverged
 from miles_hpc.samples.schema import Samples
 from miles_hpc.train import architecture, export, optimizer, schedule, state, weights
+from miles_hpc.train.hooks import Hooks
 from miles_hpc.train.loss import Tokens, token_weights
 from miles_hpc.train.megatron import Groups, Policy, join, leave
 from miles_hpc.train.metrics import Meter
@@ -67,7 +68,7 @@ class Trainer:
     def __init__(self, config: Config, model_folder: Path, rank: int, size: int, rendezvous: str | dist.Store) -> None:
         self.config, self.folder, self.rank, self.size = config.train, model_folder, rank, size
         self.seed, self.exact, self.proved = config.run.seed, config.run.numerics == "exact", False
-        self.longest_answer, self.objective = config.rollout.max_new_tokens, Objective.of(config)
+        self.longest_answer, self.objective, self.hooks = config.rollout.max_new_tokens, Objective.of(config), Hooks.of(config)
         self.model_config = architecture.read(model_folder)
         tp, ep = config.train.tensor_parallel, config.train.expert_parallel
         architecture.check_parallel(self.model_config, tp, ep)
@@ -143,7 +144,7 @@ class Trainer:
     def _hyperparameters(self, step: int) -> AdamW:
         c = self.config
         warm = min(1.0, (step + 1) / c.lr_warmup_steps) if c.lr_warmup_steps else 1.0
-        return AdamW(c.lr * warm, c.beta1, c.beta2, c.weight_decay, c.clip_grad)
+        return self.hooks.hyperparameters(step, AdamW(c.lr * warm, c.beta1, c.beta2, c.weight_decay, c.clip_grad))
 
     def _packs(self, sequences: Sequences, shares: list[np.ndarray]) -> Iterator[Pack]:
         """This rank's micro-batches; the same number on every rank."""

@@ -1,68 +1,20 @@
 """Groups and rewards, with a stand-in at the border to the engine's process."""
 
-import random
+import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from rollout_parts import by_index, generator
 
-from miles_hpc.config import Config
-from miles_hpc.data import Prompts, Row
 from miles_hpc.errors import DeadlineExceeded, EdgeError
 from miles_hpc.rollout.generate import Generator
 from miles_hpc.rollout.request import Output, Request
-from miles_hpc.rollout.reward import Reward
 from miles_hpc.samples.schema import Samples
-
-
-class Letters:
-    """A tokenizer of one token per character."""
-
-    chat_template = None
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": [ord(letter) for letter in text]}
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool = True) -> str:
-        return "".join(chr(token) for token in tokens if token)
-
-
-class Engine:
-    """Answers out of order: the sample index as text, ended (token 0) for even indices."""
-
-    def __init__(self) -> None:
-        self.requests: list[Request] = []
-
-    def poll_hook(self) -> None:
-        pass
-
-    def generate(self, requests: Sequence[Request]) -> Iterator[tuple[int, Output]]:
-        self.requests = list(requests)
-        for i in random.Random(0).sample(range(len(requests)), len(requests)):
-            index = requests[i].sample_index
-            tokens = [ord(letter) for letter in f"{index}"] + [0] * (index % 2 == 0)
-            yield i, Output(tokens, [-0.5] * len(tokens), index % 2 == 0)
-
-
-def config(**rollout: Any) -> Config:
-    fields = {"prompts_per_step": 4, "samples_per_prompt": 3, "max_new_tokens": 4, "reward": "a:b", "timeout_seconds": 1.0}
-    sections = {"run": {"name": "t", "steps": 1}, "model": {"path": "m"}, "data": {"prompts": "a:b"}, "train": {"lr": 0.1}}
-    return Config.model_validate(sections | {"rollout": fields | rollout, "eval": {"prompts": 3}})
-
-
-def generator(reward: Callable[..., Any], **rollout: Any) -> Generator:
-    rows = [Row(f"p{i}", {"n": i}, {"k": i}) for i in range(5)]
-    prompts = Prompts(rows, Letters(), chat=False, seed=0, source="rows")
-    engine: Any = Engine()
-    return Generator(config(**rollout), engine, prompts, Reward(reward), prompts)
-
-
-def by_index(prompt: str, answer: str, label: Any, metadata: dict[str, Any]) -> float:
-    return float(answer)
 
 
 def test_every_sample_comes_back_once_with_its_own_fields() -> None:
@@ -143,14 +95,14 @@ def test_rewards_run_while_answers_come_in() -> None:
         return 0.0
 
     source = generator(reward)
-    answers = source.engine.generate
+    engine: Any = source.engine
+    answer, number = engine.answer, itertools.count()
 
-    def slow(requests: Sequence[Request]) -> Iterator[tuple[int, Output]]:
-        for number, item in enumerate(answers(requests)):
-            assert number == 0 or seen.wait(5)
-            yield item
+    def slow(request: Request) -> Output:
+        assert next(number) == 0 or seen.wait(5)
+        return answer(request)
 
-    source.engine.generate = slow  # type: ignore[method-assign]
+    engine.answer = slow
     assert sum(map(len, source.groups(0, [0, 1], version=0))) == 6
 
 

@@ -1,0 +1,187 @@
+"""Functions written for Miles and slime, run unchanged: their signatures, their `args`, and the modules they import types from.
+
+Signatures: `custom_rm(args, sample) -> float | dict` (also a coroutine function), with a group `custom_rm(args, samples)`,
+`dynamic_filter(args, samples) -> DynamicFilterOutput | bool`, `reward_post_process(args, samples) -> (raw_rewards, rewards)`.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from miles_hpc.config import Config
+from miles_hpc.sample import Sample
+from miles_hpc.samples.schema import TRUNCATED, Samples
+
+PACKAGES = ("miles", "slime")
+
+
+@dataclass
+class DynamicFilterOutput:
+    """What a dynamic sampling filter of Miles returns."""
+
+    keep: bool
+    reason: str | None = None
+
+
+MODULES: dict[str, dict[str, Any]] = {
+    "": {},
+    ".utils": {},
+    ".utils.types": {"Sample": Sample},
+    ".rollout": {},
+    ".rollout.filter_hub": {},
+    ".rollout.filter_hub.base_types": {"DynamicFilterOutput": DynamicFilterOutput},
+}
+"""Stand-ins for modules that such files import types from, below `miles` and `slime`."""
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Offers the stand-ins; last in line, so that an installed Miles or slime is used instead."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        package, dot, rest = name.partition(".")
+        if package not in PACKAGES or dot + rest not in MODULES:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        _, dot, rest = module.__name__.partition(".")
+        module.__dict__.update(MODULES[dot + rest])
+
+
+def offer_modules() -> None:
+    """Make `from slime.utils.types import Sample` and the like work where neither package is installed."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())
+
+
+def arguments(config: Config, options: Mapping[str, Any] | None = None) -> SimpleNamespace:
+    """What such functions find in `args`: the options of Miles that have a counterpart here, and the function's own options."""
+    rollout, train = config.rollout, config.train
+    known = {
+        "hf_checkpoint": config.model.path,
+        "rollout_batch_size": rollout.prompts_per_step,
+        "n_samples_per_prompt": rollout.samples_per_prompt,
+        "rollout_max_response_len": rollout.max_new_tokens,
+        "rollout_max_context_len": config.model.context_length,
+        "rollout_temperature": rollout.temperature,
+        "rollout_top_p": 1.0,
+        "rollout_top_k": -1,
+        "rollout_seed": config.run.seed,
+        "num_rollout": config.run.steps,
+        "input_key": config.data.prompt_column,
+        "label_key": config.data.label_column,
+        "metadata_key": config.data.metadata_column,
+        "apply_chat_template": config.data.chat,
+        "advantage_estimator": "grpo",
+        "rewards_normalization": True,
+        "grpo_std_normalization": train.advantage == "group_std",
+        "eps_clip": train.clip_low,
+        "eps_clip_high": train.clip_high,
+        "kl_loss_coef": train.kl_coef,
+        "entropy_coef": train.entropy_coef,
+        "lr": train.lr,
+        "reward_key": None,
+        "eval_reward_key": None,
+        "rm_type": None,
+    }
+    return SimpleNamespace(**known | dict(options or {}))
+
+
+def _reward(function: Callable[..., Any], args: SimpleNamespace) -> Callable[..., Any]:
+    def reward(prompt: str, answer: str, label: Any, metadata: Mapping[str, Any]) -> Any:
+        status = Sample.Status.COMPLETED if metadata.get("finished", True) else Sample.Status.TRUNCATED
+        length = metadata.get("tokens", 0)
+        sample = Sample(
+            prompt=prompt, response=answer, label=label, metadata=dict(metadata), status=status, response_length=length
+        )
+        returned = function(args, sample)
+        return _awaited(returned, args) if hasattr(returned, "__await__") else _numbers(returned, args)
+
+    return reward
+
+
+async def _awaited(returned: Any, args: SimpleNamespace) -> Any:
+    return _numbers(await returned, args)
+
+
+def _numbers(returned: Any, args: SimpleNamespace) -> Any:
+    """A mapping may hold texts too; its reward is under `args.reward_key`, else `reward`, else `score`."""
+    if not isinstance(returned, Mapping):
+        return returned
+    numbers = {key: value for key, value in returned.items() if isinstance(value, int | float)}
+    key = args.reward_key or ("reward" if "reward" in numbers else "score")
+    return numbers | {"reward": numbers[key]} if key in numbers else returned
+
+
+def _group_reward(function: Callable[..., Any], args: SimpleNamespace) -> Callable[..., Any]:
+    def rewards(samples: list[Sample]) -> Any:
+        returned = function(args, samples)
+        return _all_awaited(returned, args) if hasattr(returned, "__await__") else _values(returned, args)
+
+    return rewards
+
+
+async def _all_awaited(returned: Any, args: SimpleNamespace) -> Any:
+    return _values(await returned, args)
+
+
+def _values(returned: Any, args: SimpleNamespace) -> Any:
+    numbers = [_numbers(value, args) for value in returned]
+    return [number["reward"] if isinstance(number, Mapping) else number for number in numbers]
+
+
+def _filter(function: Callable[..., Any], args: SimpleNamespace) -> Callable[..., Any]:
+    def refusal(samples: list[Sample]) -> Any:
+        returned = function(args, samples)
+        keep = returned.keep if hasattr(returned, "keep") else returned
+        if not isinstance(keep, bool | np.bool_):
+            return returned
+        return "" if keep else str(getattr(returned, "reason", None) or function.__name__)
+
+    return refusal
+
+
+def _advantage(function: Callable[..., Any], args: SimpleNamespace) -> Callable[..., Any]:
+    def advantages(samples: Samples, group_size: int) -> Any:
+        returned = function(args, as_samples(samples))
+        return np.asarray(returned[1], np.float32) if isinstance(returned, tuple) and len(returned) == 2 else returned
+
+    return advantages
+
+
+ADAPTERS: dict[str, Callable[[Callable[..., Any], SimpleNamespace], Callable[..., Any]]] = {
+    "rollout.reward": _reward,
+    "rollout.rewards": _reward,
+    "rollout.group_reward": _group_reward,
+    "rollout.filters": _filter,
+    "train.advantage": _advantage,
+}
+"""By key of `protocols.EDGES`."""
+
+
+def as_samples(samples: Samples) -> list[Sample]:
+    """The samples of a step, one object each; labels are JSON texts here."""
+    found = []
+    for i, length in enumerate(samples.answer_lengths.tolist()):
+        tokens = slice(samples.offsets[i], samples.offsets[i + 1])
+        status = Sample.Status.TRUNCATED if samples.status[i] == TRUNCATED else Sample.Status.COMPLETED
+        found.append(
+            Sample(
+                group_index=int(samples.prompt_ids[i]),
+                index=int(samples.sample_index[i]),
+                prompt=samples.prompts[i],
+                tokens=samples.tokens[tokens].tolist(),
+                response=samples.answers[i],
+                response_length=length,
+                label=samples.labels[i],
+                reward=float(samples.rewards[i]),
+                status=status,
+            )
+        )
+    return found

@@ -1,0 +1,157 @@
+"""Every edge: where users' functions attach, what they are called with, and what they must return.
+
+`miles-submit edges` prints this table; docs/edges.md has an example of each. Values are checked at every call, and once before
+an engine starts (`prepare.py`): what does not fit is a `user_error` that names file and line.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from miles_hpc.config import Config, is_edge
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from miles_hpc.sample import Sample
+    from miles_hpc.samples.schema import Samples
+    from miles_hpc.sections import Train
+    from miles_hpc.train.loss import TokenLoss, Tokens
+    from miles_hpc.train.optimizer import AdamW
+
+
+class ModelSource(Protocol):
+    """Writes the initial checkpoint into an empty folder, in Hugging Face's format with its tokenizer. Called once per run."""
+
+    def __call__(self, folder: Path, seed: int) -> None: ...
+
+
+class DataSource(Protocol):
+    """Gives all prompts of a split ("train", "eval") as mappings with `prompt`, and as far as wanted `label` and `metadata`.
+
+    Called in every rollout rank and attempt: it must give the same list every time.
+    """
+
+    def __call__(self, split: str, seed: int) -> list[dict[str, Any]]: ...
+
+
+class Demonstrations(Protocol):
+    """Gives `count` pairs of prompt and answer for the supervised phase before the first rollout."""
+
+    def __call__(self, seed: int, count: int) -> list[tuple[str, str]]: ...
+
+
+class Reward(Protocol):
+    """Scores one answer. Runs in threads while others are generated; may be a coroutine function.
+
+    `metadata` is the row's, and `finished` (the model ended the answer itself), `tokens` (of the answer) and `max_new_tokens`.
+    A mapping must have `reward`; its other numbers are logged as `reward/<name>`.
+    """
+
+    def __call__(self, prompt: str, answer: str, label: Any, metadata: Mapping[str, Any]) -> float | dict[str, float]: ...
+
+
+class GroupReward(Protocol):
+    """Scores all answers to a prompt together; its numbers replace their rewards, which it finds in `sample.reward`."""
+
+    def __call__(self, samples: "Sequence[Sample]") -> Sequence[float]: ...
+
+
+class Filter(Protocol):
+    """Says why a scored group is not to be trained on, or nothing to keep it. Reasons are counted (`filter/<reason>`).
+
+    A refused group is kept on disk and replaced by another prompt, up to `rollout.max_tries` per place.
+    """
+
+    def __call__(self, samples: "Sequence[Sample]") -> str: ...
+
+
+class Advantage(Protocol):
+    """Gives one advantage per sample of a step. `samples` are sorted by prompt, groups lie together; the same on all ranks."""
+
+    def __call__(self, samples: "Samples", group_size: int) -> "np.ndarray": ...
+
+
+class Loss(Protocol):
+    """Gives one loss per answer token, with gradient. Samples are whole; weights, penalties and denominators are added outside,
+    so that it need not know how the mini-batch is split."""
+
+    def __call__(self, tokens: "Tokens", train: "Train") -> "Tensor | TokenLoss": ...
+
+
+class StepHook(Protocol):
+    """Called on every training rank with `before` and `after` each step; `facts` has the step's figures after it, on rank 0.
+
+    It may write files and print; what it raises ends the run. Called once with `check` before the run starts.
+    """
+
+    def __call__(self, event: str, step: int, facts: Mapping[str, float]) -> None: ...
+
+
+class OptimizerHook(Protocol):
+    """Gives the hyperparameters of a step from those of the configuration: schedules of learning rate or weight decay.
+
+    Called on every training rank; it must be a function of its arguments, or ranks and attempts would differ.
+    """
+
+    def __call__(self, step: int, values: "AdamW") -> "AdamW": ...
+
+
+class Metrics(Protocol):
+    """Further figures of a step, shown in TensorBoard and written into events.jsonl. Called on the first training rank."""
+
+    def __call__(self, samples: "Samples", advantages: "np.ndarray", group_size: int) -> Mapping[str, float]: ...
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One row of the table."""
+
+    protocol: type
+    default: str
+    foreign: tuple[str, ...] = ()
+    """Arguments in Miles and slime, if a function of theirs can be used."""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        return tuple(inspect.signature(self.protocol.__call__).parameters)[1:]
+
+    @property
+    def signature(self) -> str:
+        """Such as `(prompt: str, answer: str, label: Any, metadata: Mapping[str, Any]) -> float | dict[str, float]`."""
+        whole = inspect.signature(self.protocol.__call__)
+        plain = whole.replace(parameters=list(whole.parameters.values())[1:])
+        return str(plain).replace("'", "").replace("typing.", "").replace("collections.abc.", "").replace("pathlib.", "")
+
+
+EDGES: dict[str, Edge] = {
+    "model.source": Edge(ModelSource, "the checkpoint in model.path"),
+    "data.prompts": Edge(DataSource, "a .jsonl or .parquet file"),
+    "data.eval": Edge(DataSource, "no evaluation"),
+    "warm_start.data": Edge(Demonstrations, "no warm start"),
+    "rollout.reward": Edge(Reward, "none: one of reward, rewards, group_reward", ("args", "sample")),
+    "rollout.rewards": Edge(Reward, "none: one of reward, rewards, group_reward", ("args", "sample")),
+    "rollout.group_reward": Edge(GroupReward, "none", ("args", "samples")),
+    "rollout.filters": Edge(Filter, "none: every group is trained on", ("args", "samples")),
+    "train.advantage": Edge(Advantage, "group_std", ("args", "samples")),
+    "train.loss": Edge(Loss, "ppo"),
+    "train.step_hook": Edge(StepHook, "none"),
+    "train.optimizer_hook": Edge(OptimizerHook, "none"),
+    "train.metrics": Edge(Metrics, "none"),
+}
+"""By configuration key."""
+
+
+def named(config: Config) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Key, `module:function` and options of every edge that the configuration names."""
+    for key in EDGES:
+        section, _, field = key.partition(".")
+        value = getattr(getattr(config, section), field, "")
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, str) and is_edge(part):
+                yield key, part, {}
+            elif not isinstance(part, str) and part is not None:
+                yield key, part.function, part.options

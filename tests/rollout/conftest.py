@@ -1,0 +1,6 @@
+"""`rollout_parts` is importable."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))
