@@ -73,11 +73,14 @@ class _Varlen(torch.autograd.Function):
 
 
 class _deterministic:
-    """torch's deterministic mode, in which dq does not depend on timing. It warns: it knows other workspace settings only."""
+    """torch's deterministic mode, in which dq does not depend on timing; with `warn_only` aten would stay with its usual one.
+
+    Around this call alone: with it on, torch refuses cuBLAS without workspace, which is repeatable all the same.
+    """
 
     def __enter__(self) -> None:
         self.before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
 
     def __exit__(self, *error: Any) -> None:
         torch.use_deterministic_algorithms(self.before[0], warn_only=self.before[1])
