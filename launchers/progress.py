@@ -18,6 +18,8 @@ class Progress:
     steps: int
     reward: float | None
     """Mean reward of the newest step."""
+    refused: int
+    """Groups of the newest step that a filter refused."""
     phase_seconds: dict[str, float]
     """Of the newest step."""
     seconds_left: float | None
@@ -28,6 +30,8 @@ class Progress:
         parts = [f"step {self.done}/{self.steps}"]
         if self.reward is not None:
             parts.append(f"reward {self.reward:.3f}")
+        if self.refused:
+            parts.append(f"refused {self.refused}")
         parts += [f"{name} {seconds:.1f} s" for name, seconds in self.phase_seconds.items() if seconds >= 0.05]
         if self.seconds_left is not None and self.done < self.steps:
             minutes, seconds = divmod(round(self.seconds_left), 60)
@@ -43,6 +47,7 @@ def progress_of(folder: Path, steps: int) -> Progress:
         done=len(done),
         steps=steps,
         reward=last.get("metrics", {}).get("reward/mean"),
+        refused=int(last.get("metrics", {}).get("groups/refused", 0)),
         phase_seconds=last.get("phase_seconds", {}),
         seconds_left=_seconds_left([e["time"] for e in done[-11:]], steps - len(done)),
     )

@@ -1,13 +1,16 @@
 """The audit passes a sound run and names file and value of everything that was changed afterwards."""
 
+import dataclasses
 import json
 
 import h5py
 import numpy as np
 import pytest
 
+from miles_hpc import data, metrics
 from miles_hpc.launchers import audit
 from miles_hpc.samples import store
+from miles_hpc.samples.schema import Samples
 
 
 def shard(run, step=1, role="rollout"):
@@ -142,3 +145,59 @@ def test_prompts_that_cannot_be_read_here(make_run, capsys):
     (run.folder.parent.parent / "prompts.jsonl").unlink()
     code, printed = failing(run, capsys)
     assert code == 0 and "not checked, the prompts cannot be read here" in printed
+
+
+@pytest.fixture
+def refusing(fresh_run):
+    """A run of two steps with filters; in step 1 the first place's prompt was refused and replaced."""
+    from miles_hpc import config
+
+    plan = config.read(fresh_run.paths.config)
+    part = {"function": "miles_hpc.filters:zero_variance", "options": {}}
+    raw = plan.model_dump(exclude_none=True) | {"rollout": plan.rollout.model_dump() | {"filters": [part], "max_tries": 2}}
+    fresh_run.paths.config.write_text(config.dump(config.Config.model_validate(raw)))
+    fresh_run.begin(0)
+    fresh_run.step(0)
+    first, *others = fresh_run.ids(1)
+    spare = data.load(plan, "train").spare_ids(1, 4, 1)[0, 0]
+    store.write(fresh_run.paths, 1, 1, 1, fresh_run.groups(1, np.array([spare, *others])))
+    refused = dataclasses.replace(fresh_run.groups(1, np.array([first])), refusals=["zero_variance_0"] * 2)
+    store.write(fresh_run.paths, 1, 1, 1, refused)
+    samples = Samples.concat([store.read(file) for file in store.on_disk(fresh_run.paths, 1)]).sorted()
+    fresh_run.train(1, samples.accepted)
+    fresh_run.finish(1, samples.accepted)
+    advantages = np.zeros(len(samples.accepted), np.float32)
+    lines = metrics.fates(samples.accepted, [], advantages, 2, 1, 1, samples.refused)
+    metrics.journals(fresh_run.paths)[1].append(*(line for line in lines if line["fate"] == "refused"))
+    return fresh_run
+
+
+def test_a_refused_group_counts_and_was_replaced_by_the_right_one(refusing, capsys):
+    code, printed = failing(refusing, capsys)
+    assert code == 0, printed
+    assert "2 steps, 9 prompts, 18 samples counted" in printed
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda line: line | {"reason": "dull"}, "reason = 'dull', the shards say 'zero_variance_0'"),
+        (lambda line: line | {"fate": "trained"}, "fate = trained, the shards say refused"),
+        (lambda line: None, "has a rollout shard but no line in the ledger"),
+    ],
+)
+def test_a_refusal_that_is_told_otherwise(refusing, capsys, change, expected):
+    edit_lines(refusing.paths.ledger, lambda line: change(line) if line["fate"] == "refused" else line)
+    code, printed = failing(refusing, capsys)
+    assert code == 1 and expected in printed
+
+
+@pytest.mark.parametrize("kind", ["group_mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "reward"])
+def test_the_formulas_of_the_audit_are_those_of_the_trainer(fresh_run, kind):
+    """Written twice, so that a mistake in one shows."""
+    from miles_hpc.launchers import advantages, recount
+    from miles_hpc.train.advantage import ADVANTAGES
+
+    samples = fresh_run.sample(1)
+    found = advantages.recount(recount.read(fresh_run.paths.step_samples(1)), kind)
+    np.testing.assert_allclose(list(found.values()), ADVANTAGES[kind](samples, 2), atol=1e-5)

@@ -34,6 +34,13 @@ def test_reward_phases_and_time_left_by_the_median_step(tmp_path):
     assert progress_of(tmp_path, 40).line() == "step 4/40  reward 0.400  rollout 1.2 s  train 0.5 s  ETA 1:12"
 
 
+def test_refused_groups_are_on_the_line(tmp_path):
+    filtered = step(0, 1.0)
+    filtered["metrics"]["groups/refused"] = 3.0
+    write(tmp_path, filtered)
+    assert progress_of(tmp_path, 1).line() == "step 1/1  reward 0.400  refused 3  rollout 1.2 s  train 0.5 s"
+
+
 def test_a_half_written_line_does_not_count(tmp_path):
     write(tmp_path, step(0, 1.0), tail='{"event": "st')
     assert progress_of(tmp_path, 1).line() == "step 1/1  reward 0.400  rollout 1.2 s  train 0.5 s"

@@ -164,6 +164,13 @@ def test_foreign_rewards(folder: Path) -> None:
     assert score(config(folder, {"rewards": parts}), "abc") == (1.5, {"n": 1.5, "n.score": 1.5})
 
 
+def test_the_reward_file_of_the_documentation_runs(folder: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs/coming-from-miles.md").read_text()
+    (folder / "bad_my_rm.py").write_text(page.split("```python")[1].split("```")[0])
+    made = config(folder, {"reward": "bad_my_rm:custom_rm"})
+    assert [score(made, answer)[0] for answer in ("it is 4", "5")] == [1, 0]
+
+
 def test_foreign_functions_of_groups(folder: Path) -> None:
     for name, expected in (("group_rm", [0, 1, 2]), ("async_group_rm", [2, 2, 2])):
         assert Judge.of(config(folder, {"group_reward": f"foreign_edges:{name}"}))(group(0, 0, 0)).rewards == expected
