@@ -76,12 +76,13 @@ def judge(seen: Evidence) -> Verdict:
 
 
 def refine(kind: str, seen: Evidence) -> str:
-    """A rank that got a signal can only say `preempted`; Slurm knows whether it was the time limit or a lost node."""
-    if kind != "preempted":
+    """A rank that got a signal can only say `preempted`, one that lost its engine or its peers not even that; Slurm knows
+    whether it was the time limit or a lost node."""
+    if kind not in ("preempted", "rank_died", "bug", "hang"):
         return kind
     allocation = _of_allocation(seen)
     if allocation is None:
-        return "time_limit" if seen.near_limit else kind
+        return "time_limit" if seen.near_limit and kind == "preempted" else kind
     return allocation[0]
 
 

@@ -28,6 +28,9 @@ def watch(folder: Path, name: str) -> int:
         return report.report(folder, False) or now.exit_code
     said = verdict.sentence(now.verdict) if now.verdict else f"the job ended: {now.word}"
     print(f"miles-submit: {said}", file=sys.stderr)
+    if not now.verdict:
+        place = shlex.quote(name)
+        print(f"  next:  miles-submit logs {place} --role job    (is the disk full? df -h {place})", file=sys.stderr)
     if now.verdict and now.verdict.where:
         print(f"  where: {now.verdict.where}", file=sys.stderr)
     if now.verdict and now.verdict.next:

@@ -72,8 +72,12 @@ class Checkpoints:
                 manifest = _manifest_of(version, state.fingerprint, parts)
                 _commit(partial, folder, manifest)
                 self._prune()
-        except OSError as error:
-            next_step = "check space and quota of the file system"
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            # Nobody can use it, and on a full disk the verdict needs its place.
+            shutil.rmtree(partial, ignore_errors=True)
+            if not isinstance(error, OSError) and "No space left" not in str(error) and "quota" not in str(error).lower():
+                raise
+            next_step = "check space and quota of the file system (df -h), then miles-submit resume"
             raise CheckpointError(f"cannot be written: {error}", where=str(folder), next_step=next_step) from error
         self.barrier()
 

@@ -5,6 +5,7 @@ The only place that catches everything: whatever ends a rank leaves a verdict, t
 
 import argparse
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -78,6 +79,9 @@ def _fail(error: BaseException, paths: RunPaths, attempt: int, heartbeat: Heartb
     else:
         traceback.print_exception(error)
     fields = heartbeat.state() | verdicts.of_error(error, paths.folder)
+    if signals.noted() == signal.SIGTERM and fields["kind"] in ("rank_died", "bug", "hang"):
+        # Slurm ends every process of the step, the engine's too: what broke then broke because of that.
+        fields["kind"] = "preempted"
     verdicts.write(paths, attempt, **fields)
     sys.stdout.flush()
     sys.stderr.flush()

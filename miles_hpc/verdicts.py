@@ -23,16 +23,16 @@ def write(paths: RunPaths, attempt: int, /, *, kind: str, **fields: object) -> b
     final = paths.verdict(attempt)
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.with_name(f".verdict.{uuid.uuid4().hex}.tmp")
-    with temporary.open("x", encoding="utf-8") as file:
-        json.dump({**fields, "kind": kind, "attempt": attempt, "time": time.time()}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
     try:
+        with temporary.open("x", encoding="utf-8") as file:
+            json.dump({**fields, "kind": kind, "attempt": attempt, "time": time.time()}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
         os.link(temporary, final)
     except FileExistsError:
         return False
     finally:
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
     return True
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from miles_hpc.launchers.evidence import Evidence, Heartbeat, Loss, ended_by, judge, left, losses
+from miles_hpc.launchers.evidence import Evidence, Heartbeat, Loss, ended_by, judge, left, losses, refine
 
 BEATS = tuple(
     Heartbeat(rank, role, "login", node, "generate", 4, 100.0 - rank, 4000 + rank)
@@ -117,3 +117,22 @@ def test_why_slurm_ends_a_job(reason, state):
 
 def test_the_end_of_a_step_is_not_the_end_of_the_job():
     assert ended_by("slurmstepd-t0: error: *** STEP 8.0 ON t0 CANCELLED AT 2026-11-29T16:27:08 ***\n") == ""
+
+
+@pytest.mark.parametrize("kind", ["preempted", "rank_died", "bug", "hang"])
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (Evidence(code=1, job_state="REQUEUED"), "preempted"),
+        (Evidence(code=1, job_state="TIMEOUT"), "time_limit"),
+        (Evidence(code=1, bad_nodes=("t0",)), "node_failure"),
+        (Evidence(code=1, job_state="RUNNING"), None),
+    ],
+)
+def test_what_breaks_while_slurm_takes_the_nodes_broke_because_of_that(kind, seen, expected):
+    assert refine(kind, seen) == (expected or kind)
+
+
+@pytest.mark.parametrize("kind", ["done", "user_error", "diverged", "out_of_memory"])
+def test_what_the_ranks_know_better_stands(kind):
+    assert refine(kind, Evidence(code=1, job_state="REQUEUED")) == kind

@@ -123,3 +123,19 @@ def test_all_ranks_meet_around_the_write(paths):
     state.save = lambda *a: (events.append("write"), original(*a))
     Checkpoints(paths, 1, lambda: events.append("barrier"), True).save(state, 1)
     assert events == ["barrier", "write", "barrier", "barrier"]
+
+
+class CheckpointFailure(BaseException):
+    """As torch's CheckpointException, which is no Exception."""
+
+
+@pytest.mark.parametrize(
+    "raised", [OSError(28, "No space left on device"), CheckpointFailure("[enforce fail] No space left"), RuntimeError("x")]
+)
+def test_a_save_that_fails_gives_its_space_back(checkpoints, paths, monkeypatch, raised):
+    state = Counter(1)
+    checkpoints.save(state, 1)
+    monkeypatch.setattr("miles_hpc.checkpoint._sum", lambda file: (_ for _ in ()).throw(raised))
+    with pytest.raises(RuntimeError if isinstance(raised, RuntimeError) else CheckpointError):
+        checkpoints.save(state, 2)
+    assert [p.name for p in paths.checkpoints.iterdir()] == ["step-000001"]

@@ -1,9 +1,17 @@
 """The end of a rank that cannot say why it ends."""
 
+import json
+import signal
+import sys
+
 import pytest
 
 from miles_hpc import main as rank
 from miles_hpc import signals, verdicts
+from miles_hpc.errors import EdgeError, EngineDied
+from miles_hpc.paths import RunPaths
+
+ARGUMENTS = ("--attempt", "1", "--world-size", "2")
 
 
 def test_a_rank_ends_the_world_even_where_no_verdict_can_be_written(tmp_path, monkeypatch):
@@ -12,5 +20,26 @@ def test_a_rank_ends_the_world_even_where_no_verdict_can_be_written(tmp_path, mo
     monkeypatch.setattr(rank, "_end", ended.append)
     monkeypatch.setattr(verdicts, "write", lambda *a, **k: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
-        rank.main(["--role", "train", "--run", str(tmp_path), "--attempt", "1", "--world-size", "2"])
+        rank.main(["--role", "train", "--run", str(tmp_path), *ARGUMENTS])
     assert ended == [[]]
+
+
+@pytest.mark.parametrize(
+    ("noted", "error", "kind"),
+    [
+        (signal.SIGTERM, EngineDied("gone"), "preempted"),
+        (signal.SIGTERM, RuntimeError("connection closed by peer"), "preempted"),
+        (signal.SIGTERM, EdgeError("reward"), "user_error"),
+        (signal.SIGUSR2, EngineDied("gone"), "rank_died"),
+        (0, EngineDied("gone"), "rank_died"),
+    ],
+)
+def test_what_breaks_after_slurms_last_word_is_a_preemption(tmp_path, monkeypatch, noted, error, kind):
+    monkeypatch.setattr(signals, "install", lambda: None)
+    monkeypatch.setattr(signals, "noted", lambda: noted)
+    monkeypatch.setattr(rank, "_end", lambda world: sys.exit(1))
+    monkeypatch.setattr(rank.configuration, "read", lambda file: None)
+    monkeypatch.setattr(rank, "_run", lambda *told: (_ for _ in ()).throw(error))
+    with pytest.raises(SystemExit):
+        rank.main(["--role", "train", "--run", str(tmp_path), *ARGUMENTS])
+    assert json.loads(RunPaths(tmp_path).verdict(1).read_text())["kind"] == kind
