@@ -73,12 +73,9 @@ class Checkpoints:
                 _commit(partial, folder, manifest)
                 self._prune()
         except BaseException as error:  # torch's CheckpointException is no Exception
-            # Nobody can use it, and on a full disk the verdict needs its place.
-            shutil.rmtree(partial, ignore_errors=True)
-            if not isinstance(error, OSError) and "No space left" not in str(error) and "quota" not in str(error).lower():
+            if (refused := _refused(error, partial, folder)) is error:
                 raise
-            next_step = "check space and quota of the file system (df -h), then miles-submit resume"
-            raise CheckpointError(f"cannot be written: {error}", where=str(folder), next_step=next_step) from error
+            raise refused from error
         self.barrier()
 
     def resume(self, state: State) -> int | None:
@@ -107,6 +104,18 @@ class Checkpoints:
         unfinished = self.paths.checkpoints.glob(".step-*")
         for folder in [*list(_newest_first(self.paths.checkpoints))[self.keep :], *unfinished]:
             shutil.rmtree(folder)
+
+
+def _refused(error: BaseException, partial: Path, folder: Path) -> BaseException:
+    """What to raise for a save that failed; its files are removed, since on a full disk the verdict needs their place."""
+    free = shutil.disk_usage(folder.parent).free if folder.parent.exists() else 0
+    shutil.rmtree(partial, ignore_errors=True)
+    # megatron's writers keep what the disk said to themselves
+    if not isinstance(error, OSError) and type(error).__name__ != "CheckpointException":
+        return error
+    said = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    next_step = "check space and quota of the file system (df -h), then miles-submit resume"
+    return CheckpointError(f"cannot be written, {free / 1e6:,.0f} MB are free: {said}", where=str(folder), next_step=next_step)
 
 
 def _newest_first(root: Path) -> Iterator[Path]:

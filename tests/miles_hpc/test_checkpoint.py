@@ -125,12 +125,12 @@ def test_all_ranks_meet_around_the_write(paths):
     assert events == ["barrier", "write", "barrier", "barrier"]
 
 
-class CheckpointFailure(BaseException):
-    """As torch's CheckpointException, which is no Exception."""
+class CheckpointException(BaseException):
+    """As torch's, which is no Exception."""
 
 
 @pytest.mark.parametrize(
-    "raised", [OSError(28, "No space left on device"), CheckpointFailure("[enforce fail] No space left"), RuntimeError("x")]
+    "raised", [OSError(28, "No space left on device"), CheckpointException("Worker failure"), RuntimeError("x")]
 )
 def test_a_save_that_fails_gives_its_space_back(checkpoints, paths, monkeypatch, raised):
     state = Counter(1)
