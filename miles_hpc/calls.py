@@ -3,12 +3,18 @@
 Import errors, signatures, exceptions and return values become EdgeErrors that name key, file and line.
 """
 
+import asyncio
+from typing import Any
+
 import numpy as np
 
+from miles_hpc.attach import attach
 from miles_hpc.config import Config, is_edge
 from miles_hpc.data import Row
 from miles_hpc.errors import EdgeError
+from miles_hpc.rollout.conversation import Voice, converse
 from miles_hpc.rollout.judge import Judge
+from miles_hpc.rollout.request import Output, Request
 from miles_hpc.rollout.reward import Reward
 from miles_hpc.sample import Sample
 from miles_hpc.samples.schema import Samples
@@ -24,6 +30,8 @@ def check(config: Config) -> None:
         EdgeError: one of them cannot be used.
     """
     Reward.of(config)
+    if config.rollout.generate:
+        attach(config, "rollout.generate", config.rollout.generate)
     Judge.of(config)(_group(config))
     if any(map(is_edge, (config.train.advantage, config.train.loss))) or _hooks(config):
         _check_training(config)
@@ -41,6 +49,26 @@ def check_reward(config: Config, row: Row, text: str) -> None:
     except EdgeError as error:
         if config.rollout.reward_error == "fail" or "must return" in error.what:
             raise
+
+
+def check_generate(config: Config, row: Row, text: str, tokenizer: Any) -> None:
+    """Let the generate function answer the first prompt with an engine that says the prompt's first token twice, and stops.
+
+    Raises:
+        EdgeError: it raised, or returned a sample that does not fit.
+    """
+    if not config.rollout.generate:
+        return
+    function = attach(config, "rollout.generate", config.rollout.generate)
+    tokens = tokenizer(text)["input_ids"]
+    sample = Sample(group_index=0, index=0, prompt=text, tokens=tokens, label=row.label, metadata=dict(row.metadata))
+
+    async def echo(asked: Request) -> Output:
+        return Output([tokens[0]] * min(2, asked.max_new_tokens), [-1.0] * min(2, asked.max_new_tokens), True)
+
+    request = Request(tokens, 0, 0, config.rollout.max_new_tokens)
+    longest = config.model.context_length
+    asyncio.run(converse(function, sample, Voice(echo, request, tokenizer, longest), longest))
 
 
 def _hooks(config: Config) -> bool:

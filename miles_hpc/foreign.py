@@ -1,6 +1,7 @@
 """Functions written for Miles and slime, run unchanged: their signatures, their `args`, and the modules they import types from.
 
 Signatures: `custom_rm(args, sample) -> float | dict` (also a coroutine function), with a group `custom_rm(args, samples)`,
+`custom_generate(args, sample, sampling_params) -> Sample`,
 `dynamic_filter(args, samples) -> DynamicFilterOutput | bool`, `reward_post_process(args, samples) -> (raw_rewards, rewards)`.
 """
 
@@ -8,6 +9,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -29,11 +31,42 @@ class DynamicFilterOutput:
     reason: str | None = None
 
 
+ENGINE: ContextVar[Any] = ContextVar("engine")
+"""Of the conversation that is running."""
+
+
+class GenerateState:
+    """What generate functions take the tokenizer from."""
+
+    def __init__(self, args: Any) -> None:
+        self.args, self.tokenizer = args, ENGINE.get().tokenizer
+
+
+async def post(url: str, payload: Mapping[str, Any], **unused: Any) -> dict[str, Any]:
+    """A request to SGLang's `/generate`, answered by the engine of the conversation; other addresses are refused.
+
+    Raises:
+        ValueError: another address.
+    """
+    engine = ENGINE.get()
+    if not url.endswith("/generate"):
+        raise ValueError(f"{url}: only the engine's /generate can be reached by post; use an HTTP client of your own")
+    tokens = payload.get("input_ids") or engine.tokenizer(payload["text"], add_special_tokens=False)["input_ids"]
+    output = await engine.generate(tokens, (payload.get("sampling_params") or {}).get("max_new_tokens"))
+    pairs = [(value, token, None) for value, token in zip(output.log_probs, output.tokens, strict=True)]
+    reason = {"type": "stop" if output.stopped else "length"}
+    facts = {"finish_reason": reason, "output_token_logprobs": pairs, "completion_tokens": len(pairs)}
+    text = engine.tokenizer.decode(output.tokens, skip_special_tokens=True)
+    return {"text": text, "output_ids": output.tokens, "meta_info": facts | {"prompt_tokens": len(tokens)}}
+
+
 MODULES: dict[str, dict[str, Any]] = {
     "": {},
     ".utils": {},
     ".utils.types": {"Sample": Sample},
+    ".utils.http_utils": {"post": post},
     ".rollout": {},
+    ".rollout.sglang_rollout": {"GenerateState": GenerateState},
     ".rollout.filter_hub": {},
     ".rollout.filter_hub.base_types": {"DynamicFilterOutput": DynamicFilterOutput},
 }
@@ -86,6 +119,9 @@ def arguments(config: Config, options: Mapping[str, Any] | None = None) -> Simpl
         "kl_loss_coef": train.kl_coef,
         "entropy_coef": train.entropy_coef,
         "lr": train.lr,
+        "sglang_router_ip": "engine",
+        "sglang_router_port": 0,
+        "partial_rollout": False,
         "reward_key": None,
         "eval_reward_key": None,
         "rm_type": None,
@@ -155,7 +191,17 @@ def _advantage(function: Callable[..., Any], args: SimpleNamespace) -> Callable[
     return advantages
 
 
+def _generate(function: Callable[..., Any], args: SimpleNamespace) -> Callable[..., Any]:
+    async def generate(sample: Sample, engine: Any) -> Any:
+        ENGINE.set(engine)
+        settings = {"temperature": args.rollout_temperature, "max_new_tokens": engine.max_new_tokens}
+        return await function(args, sample, settings | {"top_p": 1.0, "top_k": -1})
+
+    return generate
+
+
 ADAPTERS: dict[str, Callable[[Callable[..., Any], SimpleNamespace], Callable[..., Any]]] = {
+    "rollout.generate": _generate,
     "rollout.reward": _reward,
     "rollout.rewards": _reward,
     "rollout.group_reward": _group_reward,

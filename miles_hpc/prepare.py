@@ -61,6 +61,7 @@ def prepare(run: Config, paths: RunPaths) -> None:
     prompts = data.load(run, "train", tokenizer)
     prompts.check(limit)
     calls.check_reward(run, prompts.rows[0], prompts.text(0))
+    calls.check_generate(run, prompts.rows[0], prompts.text(0), tokenizer)
     if run.data.eval:
         data.load(run, "eval", tokenizer).check(limit)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from miles_hpc.rollout.conversation import Voice
     from miles_hpc.sample import Sample
     from miles_hpc.samples.schema import Samples
     from miles_hpc.sections import Train
@@ -42,6 +43,16 @@ class Demonstrations(Protocol):
     """Gives `count` pairs of prompt and answer for the supervised phase before the first rollout."""
 
     def __call__(self, seed: int, count: int) -> list[tuple[str, str]]: ...
+
+
+class Generate(Protocol):
+    """Makes one answer in as many turns as it likes, by `await engine.generate(tokens)`; many run at a time in one thread.
+
+    It gets the sample with its prompt and returns it with `tokens`, `response_length`, `rollout_log_probs`, `status`, and
+    `loss_mask` with 0 on tokens that are not the model's. `engine.tokenizer` and `engine.max_new_tokens` are at hand.
+    """
+
+    async def __call__(self, sample: "Sample", engine: "Voice") -> "Sample": ...
 
 
 class Reward(Protocol):
@@ -132,6 +143,7 @@ EDGES: dict[str, Edge] = {
     "data.prompts": Edge(DataSource, "a .jsonl or .parquet file"),
     "data.eval": Edge(DataSource, "no evaluation"),
     "warm_start.data": Edge(Demonstrations, "no warm start"),
+    "rollout.generate": Edge(Generate, "one answer by the engine", ("args", "sample", "sampling_params")),
     "rollout.reward": Edge(Reward, "none: one of reward, rewards, group_reward", ("args", "sample")),
     "rollout.rewards": Edge(Reward, "none: one of reward, rewards, group_reward", ("args", "sample")),
     "rollout.group_reward": Edge(GroupReward, "none", ("args", "samples")),

@@ -94,6 +94,8 @@ class Rollout(Section):
     """Samples per prompt, the size of a group."""
     max_new_tokens: PositiveInt
     """Longest answer in tokens."""
+    generate: Edge | Literal[""] = ""
+    """Coroutine function `(sample: Sample, engine: Voice) -> Sample` for several turns and tools; empty: one answer."""
     reward: Edge | Literal[""] = ""
     """Function `(prompt, answer, label, metadata) -> float` or `-> dict` with a key `reward`."""
     rewards: list[RewardPart] = []

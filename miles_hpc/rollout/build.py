@@ -1,6 +1,7 @@
 """Puts a rollout rank together: engine, prompts, reward, weight receiver."""
 
 from miles_hpc import data
+from miles_hpc.attach import attach
 from miles_hpc.config import Config
 from miles_hpc.device import backend
 from miles_hpc.heartbeat import Heartbeat
@@ -34,10 +35,11 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
     tokenizer = data.tokenizer_of(paths.model_of(config))
     prompts = data.load(config, "train", tokenizer)
     held_out = data.load(config, "eval", tokenizer) if config.data.eval else None
-    reward, judge = Reward.of(config), Judge.of(config)
+    reward, judge, name = Reward.of(config), Judge.of(config), config.rollout.generate
+    talk = attach(config, "rollout.generate", name) if name else None
     heartbeat.enter("engine start")
     engine.wait_ready()
-    generator = Generator(config, engine, prompts, reward, held_out, judge)
+    generator = Generator(config, engine, prompts, reward, held_out, judge, talk)
     receiver = Receiver(world, engine, config.rollout.tensor_parallel, backend(), heartbeat, seconds)
     outbox = Outbox(world, paths, attempt, seconds)
     return RolloutRole(config, paths, world, prompts, generator, receiver, outbox, Clock(heartbeat), seconds)

@@ -233,6 +233,11 @@ class Flight:
         self.engine._send("generate", ("generate", list(zip(keys, requests, strict=True))))
         return keys
 
+    def ready(self, seconds: float) -> bool:
+        """Wait for an answer to be there, at most so long."""
+        self.engine.poll_hook()
+        return self.engine._connection is None or self.engine._connection.poll(seconds)
+
     def next(self) -> tuple[int, Output]:
         """The next answer and its request's key.
 

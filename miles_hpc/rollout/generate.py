@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from miles_hpc.config import Config
 from miles_hpc.data import Prompts, Row
 from miles_hpc.errors import DeadlineExceeded, EdgeError
+from miles_hpc.rollout.conversation import Conversations, Generate
 from miles_hpc.rollout.engine import EngineHost, Flight
 from miles_hpc.rollout.judge import Judge, Verdict
 from miles_hpc.rollout.request import Output, Request
@@ -101,6 +103,7 @@ class Generator:
         reward: the reward edge. It runs in threads: its Python time competes with this process, not with the engine.
         held_out: prompts of the evaluation, None if there are none.
         judge: group reward and filters; runs in the same threads.
+        talk: the generate edge; None: the engine answers each prompt once.
     """
 
     def __init__(
@@ -111,9 +114,10 @@ class Generator:
         reward: Reward,
         held_out: Prompts | None = None,
         judge: Judge | None = None,
+        talk: Generate | None = None,
     ) -> None:
         self.config, self.engine, self.prompts, self.reward, self.held_out = config, engine, prompts, reward, held_out
-        self.judge = judge or Judge()
+        self.judge, self.talk = judge or Judge(), talk
         self.timing = Timing()
         self.reward_errors: dict[int, str] = {}
         """Of the last call of `groups`: dropped prompt ids (`rollout.reward_error = "drop"`), each with its first error."""
@@ -175,7 +179,7 @@ class Generator:
         started, idle, waited = time.perf_counter(), 0.0, 0.0
         everything, left = list(groups), list(groups)
         under_way: dict[int, tuple[Group, Request]] = {}
-        with self.engine.flight() as flight:
+        with self.engine.flight() as direct, self._through_edge(direct, everything) as flight:
             self._send(flight, groups, under_way)
             while left:
                 if flight.open:
@@ -187,17 +191,30 @@ class Generator:
                     waited = 0.0
                     if group.refusal and group.spare:
                         other = self._group(self.prompts, group.spare[0], spare=group.spare[1:])
-                        everything.append(other)
+                        everything.append(other)  # before it is sent: the edge finds its sample there
                         left.append(other)
                         self._send(flight, [other], under_way)
                     yield group
         self.timing = _timing(everything, time.perf_counter() - started - idle, idle)
 
-    def _send(self, flight: Flight, groups: list[Group], under_way: dict[int, tuple[Group, Request]]) -> None:
+    def _through_edge(self, flight: Flight, groups: list[Group]) -> AbstractContextManager[Flight | Conversations]:
+        """The flight itself, or conversations of the generate edge over it."""
+        if self.talk is None:
+            return nullcontext(flight)
+
+        def describe(request: Request) -> Sample:
+            group = next(group for group in reversed(groups) if group.prompt_id == request.prompt_id)
+            facts = {"prompt": group.prompt, "label": group.row.label, "metadata": dict(group.row.metadata)}
+            return Sample(group_index=request.prompt_id, index=request.sample_index, tokens=list(request.tokens), **facts)
+
+        longest, seconds = self.config.model.context_length, self.config.rollout.timeout_seconds
+        return Conversations(flight, self.talk, describe, self.prompts.tokenizer, longest, seconds)
+
+    def _send(self, flight: Flight | Conversations, groups: list[Group], under_way: dict[int, tuple[Group, Request]]) -> None:
         work = [(group, request) for group in groups for request in group.requests]
         under_way.update(zip(flight.add([request for _, request in work]), work, strict=True))
 
-    def _receive(self, flight: Flight, under_way: dict[int, tuple[Group, Request]]) -> None:
+    def _receive(self, flight: Flight | Conversations, under_way: dict[int, tuple[Group, Request]]) -> None:
         """The next answer; its score is under way afterwards."""
         key, output = flight.next()
         group, request = under_way.pop(key)
@@ -216,7 +233,7 @@ class Generator:
 
     def _score(self, group: Group, request: Request, output: Output) -> Answer:
         text = self.prompts.tokenizer.decode(output.tokens, skip_special_tokens=True)
-        facts = {"finished": output.stopped, "tokens": len(output.tokens), "max_new_tokens": request.max_new_tokens}
+        facts = {"finished": output.stopped, "tokens": sum(output.mask), "max_new_tokens": request.max_new_tokens}
         metadata = {**group.row.metadata, **facts}
         sample = f"prompt {request.prompt_id}, sample {request.sample_index}"
         return Answer(
@@ -258,6 +275,7 @@ def _as_samples(group: Group) -> list[Sample]:
             tokens=[*answer.request.tokens, *answer.output.tokens],
             response=answer.text,
             response_length=len(answer.output.tokens),
+            loss_mask=answer.output.mask,
             label=group.row.label,
             reward=_reward(answer.score.result()),
             rollout_log_probs=answer.output.log_probs,
@@ -287,7 +305,7 @@ def _rewards(group: Group) -> list[float]:
 def _timing(groups: list[Group], generate: float, reward: float) -> Timing:
     answers = [answer for group in groups for answer in group.answers]
     work = sum(answer.score.result().seconds for answer in answers if answer.score.exception() is None)
-    return Timing(generate, reward, work, sum(len(answer.output.tokens) for answer in answers))
+    return Timing(generate, reward, work, sum(sum(answer.output.mask) for answer in answers))
 
 
 def _samples(group: Group, version: int) -> Samples:
@@ -301,9 +319,9 @@ def _samples(group: Group, version: int) -> Samples:
         sample_index=np.array([a.request.sample_index for a in answers], np.int32),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         tokens=_flat([(a.request.tokens, a.output.tokens) for a in answers], np.int32),
-        loss_mask=_flat([([0] * len(a.request.tokens), [1] * len(a.output.tokens)) for a in answers], np.uint8),
+        loss_mask=_flat([([0] * len(a.request.tokens), a.output.mask) for a in answers], np.uint8),
         rollout_log_probs=_flat([([0.0] * len(a.request.tokens), a.output.log_probs) for a in answers], np.float32),
-        weight_versions=_flat([([-1] * len(a.request.tokens), [version] * len(a.output.tokens)) for a in answers], np.int32),
+        weight_versions=_flat([([-1] * len(a.request.tokens), _versions(a.output, version)) for a in answers], np.int32),
         rewards=np.array(_rewards(group), np.float32),
         status=np.array([STOPPED if a.output.stopped else TRUNCATED for a in answers], np.uint8),
         prompts=[group.prompt] * len(answers),
@@ -312,6 +330,10 @@ def _samples(group: Group, version: int) -> Samples:
         refusals=[group.refusal] * len(answers),
         reward_parts={name: np.array([score.parts.get(name, np.nan) for score in scores], np.float32) for name in names},
     )
+
+
+def _versions(output: Output, version: int) -> list[int]:
+    return [version if own else -1 for own in output.mask]
 
 
 def _flat(parts: list[tuple[list[Any], list[Any]]], kind: type) -> np.ndarray:

@@ -31,6 +31,12 @@ class Output:
     """Natural log-probability of each token under the softmax of logits / temperature (1 for greedy requests)."""
     stopped: bool
     """True if a stop token came, False if `max_new_tokens` was reached."""
+    loss_mask: list[int] | None = None
+    """1 on tokens of the model, 0 on those of a tool (`rollout.generate`); None: all are the model's."""
+
+    @property
+    def mask(self) -> list[int]:
+        return [1] * len(self.tokens) if self.loss_mask is None else self.loss_mask
 
 
 def sampling_seed(run_seed: int, prompt_id: int, sample_index: int) -> int:

@@ -235,6 +235,15 @@ def test_the_login_node_finds_misspelt_names_without_importing(folder: Path, key
     assert key in str(caught.value)
 
 
+@pytest.mark.parametrize(("body", "what"), [("return sample", "0 answer tokens"), ("raise KeyError('x')", "KeyError")])
+def test_generate_functions_are_called_before_the_start(folder: Path, body: str, what: str) -> None:
+    name = f"bad_{abs(hash(body))}"
+    (folder / f"{name}.py").write_text(f"async def f(sample, engine):\n    await engine.generate(sample.tokens)\n    {body}\n")
+    made = config(folder, {"reward": "native_edges:score", "generate": f"{name}:f"})
+    with pytest.raises(EdgeError, match=what):
+        calls.check_generate(made, Row("p", "4"), "p", lambda text: {"input_ids": [1, 2]})
+
+
 def test_the_table_of_edges(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["edges"]) == 0
     printed = capsys.readouterr().out

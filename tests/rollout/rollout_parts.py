@@ -44,6 +44,9 @@ class Flight:
         self.engine.requests += requests
         return keys
 
+    def ready(self, seconds: float) -> bool:
+        return True
+
     def next(self) -> tuple[int, Output]:
         key = self.engine.random.choice(sorted(self.open))
         return key, self.engine.answer(self.open.pop(key))

@@ -1,0 +1,195 @@
+"""`rollout.generate`: users' coroutines that talk with the engine in several turns, many at a time.
+
+They run in an event loop of their own thread; their requests reach the engine through the rank's main thread, which alone
+holds the connection. To the generator this looks like a flight of single answers.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any, Self
+
+from miles_hpc import edges
+from miles_hpc.errors import DeadlineExceeded, EdgeError
+from miles_hpc.rollout.engine import Flight
+from miles_hpc.rollout.request import Output, Request
+from miles_hpc.sample import Sample
+
+KEY = "rollout.generate"
+POLL_SECONDS = 0.02
+
+Generate = Callable[[Sample, "Voice"], Awaitable[Sample]]
+
+
+class Voice:
+    """The engine, as a generate function sees it."""
+
+    def __init__(self, ask: Callable[[Request], Awaitable[Output]], request: Request, tokenizer: Any, longest: int) -> None:
+        self._ask, self._request, self._longest = ask, request, longest
+        self.tokenizer = tokenizer
+        self.max_new_tokens = request.max_new_tokens
+
+    async def generate(self, tokens: Sequence[int], max_new_tokens: int | None = None) -> Output:
+        """Continue `tokens`. The noise is that of the sample at these positions: the same tokens are continued in the same way.
+
+        Raises:
+            ValueError: there is no room for a single token.
+        """
+        room = min(max_new_tokens or self.max_new_tokens, self._longest - len(tokens))
+        if room < 1:
+            raise ValueError(f"{len(tokens)} tokens leave no room for an answer in {self._longest}")
+        return await self._ask(replace(self._request, tokens=list(tokens), max_new_tokens=room))
+
+
+class Conversations:
+    """A flight whose answers are made by a generate function.
+
+    Args:
+        flight: to the engine, entered.
+        function: the edge.
+        describe: the sample of a request before its answer.
+        tokenizer: of the model.
+        longest: tokens of prompt and answer together.
+        seconds: longest silence of all conversations together.
+    """
+
+    def __init__(
+        self,
+        flight: Flight,
+        function: Generate,
+        describe: Callable[[Request], Sample],
+        tokenizer: Any,
+        longest: int,
+        seconds: float,
+    ) -> None:
+        self.flight, self.function, self.describe = flight, function, describe
+        self.tokenizer, self.longest, self.seconds = tokenizer, longest, seconds
+        self.open: dict[int, Request] = {}
+        self._events: queue.SimpleQueue[tuple[str, Any, Any]] = queue.SimpleQueue()
+        self._asked: dict[int, asyncio.Future[Output]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._count = 0
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._loop.run_forever, name="generate", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        self._thread.join(5)
+
+    def add(self, requests: Sequence[Request]) -> list[int]:
+        """Begin conversations; returns their keys."""
+        keys = list(range(self._count, self._count + len(requests)))
+        self._count += len(requests)
+        self.open |= dict(zip(keys, requests, strict=True))
+        for key, request in zip(keys, requests, strict=True):
+            asyncio.run_coroutine_threadsafe(self._talk(key, request), self._loop)
+        return keys
+
+    def next(self) -> tuple[int, Output]:
+        """The next conversation that is over.
+
+        Raises:
+            EdgeError: the function raised, or returned a sample that does not fit. EngineDied, EngineError, DeadlineExceeded.
+        """
+        since = time.monotonic()
+        while True:
+            if self.flight.open and self.flight.ready(POLL_SECONDS):
+                key, output = self.flight.next()
+                self._loop.call_soon_threadsafe(self._asked.pop(key).set_result, output)
+                since = time.monotonic()
+            if event := self._event(0.0 if self.flight.open else POLL_SECONDS):
+                since = time.monotonic()
+                kind, key, value = event
+                if kind == "done":
+                    return self._finished(key, value)
+                self._asked[self.flight.add([key])[0]] = value
+            elif not self.flight.open:
+                self._check_silence(time.monotonic() - since)
+
+    def _event(self, seconds: float) -> tuple[str, Any, Any] | None:
+        try:
+            return self._events.get(timeout=seconds) if seconds else self._events.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _check_silence(self, silent: float) -> None:
+        self.flight.engine.poll_hook()
+        if silent > self.seconds:
+            request = next(iter(self.open.values()))
+            raise DeadlineExceeded(
+                f"{KEY} neither asked the engine nor returned within {silent:.0f} s",
+                where=f"prompt {request.prompt_id}, sample {request.sample_index}, and {len(self.open) - 1} more",
+                next_step="give tools a time limit of their own, or raise rollout.timeout_seconds",
+            )
+
+    def _finished(self, key: int, value: Output | BaseException) -> tuple[int, Output]:
+        self.open.pop(key)
+        if isinstance(value, BaseException):
+            raise value
+        return key, value
+
+    async def _end(self) -> None:
+        """Cancel what is still talking, then stop the loop."""
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.wait(rest, timeout=2) if rest else None
+        self._loop.stop()
+
+    async def _talk(self, key: int, request: Request) -> None:
+        try:
+            self._events.put(
+                ("done", key, await converse(self.function, self.describe(request), self._voice(request), self.longest))
+            )
+        except BaseException as error:
+            self._events.put(("done", key, error))
+
+    def _voice(self, request: Request) -> Voice:
+        def ask(asked: Request) -> asyncio.Future[Output]:
+            future: asyncio.Future[Output] = self._loop.create_future()
+            self._events.put(("ask", asked, future))
+            return future
+
+        return Voice(ask, request, self.tokenizer, self.longest)
+
+
+async def converse(function: Generate, sample: Sample, voice: Voice, longest: int) -> Output:
+    """One conversation, its result checked.
+
+    Raises:
+        EdgeError: the function raised, or returned a sample that does not fit.
+    """
+    prompt = list(sample.tokens)
+    key = f"{KEY} (prompt {sample.group_index}, sample {sample.index})"
+    try:
+        found = await function(sample, voice)
+    except Exception as error:
+        raise EdgeError(f"{key} raised {edges.describe(error)}", where=edges.location(error)) from error
+    if problem := _problem(found, prompt, longest):
+        raise edges.wrong(f"{key}: {problem};", function, "the sample with its answer", found)
+    length = found.response_length
+    mask = [1] * length if found.loss_mask is None else [int(flag) for flag in found.loss_mask]
+    tokens = [int(token) for token in found.tokens[len(prompt) :]]
+    log_probs = [float(value) * flag for value, flag in zip(found.rollout_log_probs, mask, strict=True)]
+    return Output(tokens, log_probs, found.status is not Sample.Status.TRUNCATED, mask)
+
+
+def _problem(sample: Any, prompt: list[int], longest: int) -> str:
+    if not isinstance(sample, Sample):
+        return "no Sample"
+    if list(sample.tokens[: len(prompt)]) != prompt:
+        return "tokens do not begin with the prompt"
+    length = len(sample.tokens) - len(prompt)
+    if not 0 < length <= longest - len(prompt) or length != sample.response_length:
+        return f"{length} answer tokens, response_length {sample.response_length}, at most {longest - len(prompt)} fit"
+    for name in ("rollout_log_probs", "loss_mask"):
+        values = getattr(sample, name)
+        if (values is None and name != "loss_mask") or (values is not None and len(values) != length):
+            return f"{name} must have {length} entries"
+    return "" if sample.loss_mask is None or any(sample.loss_mask) else "loss_mask has no 1"

@@ -1,0 +1,130 @@
+"""Generate edges: several turns, tools, errors, and a file in the style of slime."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rollout_parts import by_index, config, generator
+
+from miles_hpc import attach
+from miles_hpc.errors import DeadlineExceeded, EdgeError
+from miles_hpc.sample import Sample
+from miles_hpc.samples.schema import Samples
+
+TOOL = [ord("T"), ord("T")]
+
+
+async def two_turns(sample: Sample, engine: Any) -> Sample:
+    """The model, two tokens of a tool, the model again."""
+    prompt = len(sample.tokens)
+    first = await engine.generate(sample.tokens)
+    await asyncio.sleep(0.001)
+    second = await engine.generate([*sample.tokens, *first.tokens, *TOOL])
+    sample.tokens = [*sample.tokens, *first.tokens, *TOOL, *second.tokens]
+    sample.response_length = len(sample.tokens) - prompt
+    sample.loss_mask = [1] * len(first.tokens) + [0] * 2 + [1] * len(second.tokens)
+    sample.rollout_log_probs = [*first.log_probs, 7.0, 7.0, *second.log_probs]
+    sample.status = Sample.Status.COMPLETED
+    return sample
+
+
+def talking(talk: Any, **rollout: Any) -> Any:
+    source = generator(lambda prompt, answer, label, metadata: float(metadata["tokens"]), **rollout)
+    source.talk = talk
+    return source
+
+
+def test_turns_and_tools() -> None:
+    source = talking(two_turns)
+    samples = Samples.concat(list(source.groups(0, [7, 1, 3], version=5))).sorted()
+    assert len(samples) == 9 and source.timing.generated_tokens == 2 * 15
+    one = samples.take([1])  # prompt 1, sample 1: "1", the tool, "1"
+    assert one.answers == ["1TT1"] and one.rewards.tolist() == [2]
+    assert one.loss_mask.tolist() == [0, 0, 1, 0, 0, 1] and one.weight_versions.tolist() == [-1, -1, 5, -1, -1, 5]
+    np.testing.assert_allclose(one.rollout_log_probs, [0, 0, -0.5, 0, 0, -0.5])
+    assert source.evaluate().prompts == 3
+
+
+async def forgets(sample: Sample, engine: Any) -> Sample:
+    await engine.generate(sample.tokens)
+    return sample
+
+
+async def raises(sample: Sample, engine: Any) -> Sample:
+    raise ValueError("no such tool")
+
+
+async def nothing(sample: Sample, engine: Any) -> None:
+    return None
+
+
+async def cuts(sample: Sample, engine: Any) -> Sample:
+    sample = await two_turns(sample, engine)
+    sample.rollout_log_probs = sample.rollout_log_probs[:-1]
+    return sample
+
+
+async def greedy(sample: Sample, engine: Any) -> Sample:
+    await engine.generate([1] * 5000)
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("talk", "what"),
+    [(forgets, "0 answer tokens"), (raises, "ValueError: no such tool"), (nothing, "no Sample"),
+     (cuts, "rollout_log_probs must have"), (greedy, "leave no room")],
+)  # fmt: skip
+def test_bad_generate_functions_are_named(talk: Any, what: str) -> None:
+    with pytest.raises(EdgeError, match=what) as caught:
+        list(talking(talk).groups(0, [3], 0))
+    assert "rollout.generate (prompt 3, sample " in caught.value.what and "conversation.py:" in caught.value.where
+
+
+def test_a_tool_that_hangs_is_named() -> None:
+    async def hangs(sample: Sample, engine: Any) -> Sample:
+        await asyncio.sleep(60)
+        return sample
+
+    with pytest.raises(DeadlineExceeded, match="neither asked the engine nor returned"):
+        list(talking(hangs, timeout_seconds=0.2).groups(0, [3], 0))
+
+
+SLIME = """
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.http_utils import post
+from slime.utils.types import Sample
+
+async def generate(args, sample: Sample, sampling_params) -> Sample:
+    state = GenerateState(args)
+    url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
+    prompt_ids = state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]
+    payload = {"input_ids": prompt_ids, "sampling_params": sampling_params, "return_logprob": True}
+    output = await post(url, payload)
+    new = [item[1] for item in output["meta_info"]["output_token_logprobs"]]
+    sample.tokens = prompt_ids + new
+    sample.response_length = len(new)
+    sample.response = output["text"]
+    sample.rollout_log_probs = [item[0] for item in output["meta_info"]["output_token_logprobs"]]
+    match output["meta_info"]["finish_reason"]["type"]:
+        case "length":
+            sample.status = Sample.Status.TRUNCATED
+        case "stop":
+            sample.status = Sample.Status.COMPLETED
+    return sample
+"""
+
+
+def test_a_generate_file_of_slime_gives_what_the_engine_alone_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "slime_generate.py").write_text(SLIME)
+    sections = config(generate="slime_generate:generate")
+    sections = sections.model_copy(update={"run": sections.run.model_copy(update={"edges_folder": str(tmp_path)})})
+    source = generator(by_index)
+    plain = Samples.concat(list(source.groups(0, [1, 3], 0))).sorted()
+    source.talk = attach.attach(sections, "rollout.generate", sections.rollout.generate)
+    found = Samples.concat(list(source.groups(0, [1, 3], 0))).sorted()
+    for name in ("tokens", "loss_mask", "rollout_log_probs", "rewards", "status"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(plain, name))
