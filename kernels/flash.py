@@ -75,7 +75,7 @@ class _Varlen(torch.autograd.Function):
 class _deterministic:
     """torch's deterministic mode, in which dq does not depend on timing; with `warn_only` aten would stay with its usual one.
 
-    Around this call alone: with it on, torch refuses cuBLAS without workspace, which is repeatable all the same.
+    Around this call alone: for cuBLAS torch wants other workspace settings with it, and products are repeatable without any.
     """
 
     def __enter__(self) -> None:
