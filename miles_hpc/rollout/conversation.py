@@ -176,7 +176,7 @@ async def converse(function: Generate, sample: Sample, voice: Voice, longest: in
     length = found.response_length
     mask = [1] * length if found.loss_mask is None else [int(flag) for flag in found.loss_mask]
     tokens = [int(token) for token in found.tokens[len(prompt) :]]
-    log_probs = [float(value) * flag for value, flag in zip(found.rollout_log_probs, mask, strict=True)]
+    log_probs = [float(value) * flag for value, flag in zip(found.rollout_log_probs or (), mask, strict=True)]
     return Output(tokens, log_probs, found.status is not Sample.Status.TRUNCATED, mask)
 
 

@@ -64,8 +64,8 @@ class RolloutRole:
                 self.outbox.announce(shard)
         mine = missing[self.world.role_rank :: self.world.role_size]
         with self.clock("rollout", step):
-            first, spare = [place[0] for place in mine], {place[0]: place[1:] for place in mine}
-            for samples in self.generator.groups(step, first, self.receiver.version, spare):
+            prompt_ids, spare = [place[0] for place in mine], {place[0]: place[1:] for place in mine}
+            for samples in self.generator.groups(step, prompt_ids, self.receiver.version, spare):
                 self.outbox.put(step, samples)
         timing, dropped = self.generator.timing, sorted(self.generator.reward_errors)
         seconds = {"rollout": timing.generate_seconds, "reward": timing.reward_seconds}
