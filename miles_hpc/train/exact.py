@@ -58,6 +58,7 @@ class CoreAttention(MegatronModule):
         query, key = rotate(query, pack.cos, pack.sin), rotate(key, pack.cos, pack.sin)
         if query.is_cuda:
             return flash.varlen(query, key, value, pack.cu_seqlens_q, pack.max_seqlen_q, self.scale).flatten(1)
+        assert pack.tiles  # made by `Policy` on a CPU
         grid = Grid(pack.rows, pack.cells, pack.max_seqlen_q)
         return varlen(query, key, value, pack.tiles, grid, self.scale).flatten(1)
 
