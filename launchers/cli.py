@@ -82,7 +82,6 @@ def _add_looking(commands) -> None:
     report.add_argument("--json", action="store_true", help="as one JSON object")
     _command(commands, "audit", _audit, "recount the report's figures from the files", run=True)
 
-
     _command(commands, "edges", _edges, "list the points where functions of your own attach")
 
 

@@ -1,7 +1,8 @@
 """series.py ROLE SIZE FOLDER: several runs one after the other in one MPI world, with one engine.
 
-FOLDER/series.json lists them: `[{"name": ..., "from": name of an earlier run or null}, ...]`; each has FOLDER/<name>/config.toml
-and a model. A run with `from` begins with the checkpoint of version 0 of the other, so that a warm start is paid for once.
+FOLDER/series.json lists them: `[{"name": ..., "from": name of an earlier run or null}, ...]`; each has a config.toml and a
+model in FOLDER/<name>. A run with `from` begins with the checkpoint of version 0 of the other, so that a warm start is paid for
+once.
 """
 
 import json
