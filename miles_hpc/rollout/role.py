@@ -93,7 +93,7 @@ class RolloutRole:
     def _report(self, step: int) -> None:
         """What this engine saw, by the first rollout rank."""
         for prompt_id, error in self.generator.reward_errors.items():
-            print(f"step {step}: group of prompt {prompt_id} dropped: {error}", flush=True)
+            print(f"group of prompt {prompt_id} dropped: {error}", flush=True)
         if not self.board:
             return
         timing = self.generator.timing
