@@ -201,3 +201,16 @@ def test_the_formulas_of_the_audit_are_those_of_the_trainer(fresh_run, kind):
     samples = fresh_run.sample(1)
     found = advantages.recount(recount.read(fresh_run.paths.step_samples(1)), kind)
     np.testing.assert_allclose(list(found.values()), ADVANTAGES[kind](samples, 2), atol=1e-5)
+
+
+@pytest.mark.parametrize(("again", "code"), [(True, 0), (False, 1)])
+def test_a_line_cut_by_a_death_is_excused_if_the_next_attempt_did_the_step_again(fresh_run, capsys, again, code):
+    fresh_run.begin(0)
+    fresh_run.step(0)
+    with fresh_run.paths.events.open("a") as file:
+        file.write('{"event": "step", "step": 1, "att\n')
+    if again:
+        fresh_run.begin(1)
+        fresh_run.step(1)
+    fresh_run.end("done")
+    assert failing(fresh_run, capsys)[0] == code
