@@ -52,7 +52,11 @@ def end(run: Path, attempt: int, code: int, signal: str) -> str:
     """Make sure that there is a verdict; what the batch script does next."""
     paths = RunPaths(run)
     seen = gather(paths, attempt, code, signal)
-    if (found := verdict.read(paths, attempt)) is None:
+    found = verdict.read(paths, attempt)
+    if found and evidence.collateral(found, seen):
+        paths.verdict(attempt).rename(paths.verdict(attempt).with_suffix(".collateral.json"))
+        found = None
+    if found is None:
         judged = evidence.judge(seen)
         verdicts.write(paths, attempt, **{**judged.fields(), "next": _next_step(run, judged)})
     elif (kind := evidence.refine(found.kind, seen)) != found.kind:

@@ -86,6 +86,12 @@ def refine(kind: str, seen: Evidence) -> str:
     return allocation[0]
 
 
+def collateral(found: Verdict, seen: Evidence) -> bool:
+    """True where a rank failed after TERM because srun ended the step for the loss of another, which is the one to name."""
+    another = any(loss.rank != found.rank and loss.signal not in (0, signal.SIGTERM) for loss in seen.losses)
+    return found.kind == "preempted" and bool(found.error) and another and _of_allocation(seen) is None
+
+
 def _of_allocation(seen: Evidence) -> tuple[str, str] | None:
     """Kind and sentence where the allocation itself ended."""
     if seen.bad_nodes or seen.job_state == "NODE_FAIL":

@@ -134,7 +134,8 @@ def test_the_environment_has_the_pinned_versions():
     from importlib.metadata import distributions
 
     build = "cpu" if versions.installed()["torch"].endswith("+cpu") else "cuda"
-    installed = {normal(d.metadata["Name"]): d.version.partition("+")[0] for d in distributions()}
+    found = [(normal(d.metadata["Name"]), d.version.partition("+")[0]) for d in distributions()]
+    installed = dict(reversed(found))  # the first on the path counts: setuptools brings old copies of others along
     wrong = {n: (installed[n], v) for n, v in pins(build).items() if n in installed and installed[n] != v}
     assert not wrong
 

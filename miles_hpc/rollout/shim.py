@@ -5,6 +5,7 @@ mathematics); without AMX it computes with its own torch layers. `install` must 
 children too.
 """
 
+import os
 import sys
 import types
 from importlib.machinery import ModuleSpec
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from miles_hpc.device import define_torchvision_operators
+from miles_hpc.rollout.plugin import ENGINE
 
 _UNSUPPORTED = (
     "copy_all_layer_kv_cache_cpu",
@@ -27,8 +29,9 @@ _UNSUPPORTED = (
 
 def install() -> None:
     """Make `import sglang` work without CUDA; without CUDA in place of the CUDA-only packages."""
-    # With megatron importable, accelerate loads it: seconds in each of the engine's processes, for nothing.
-    sys.modules["megatron"] = None  # type: ignore[assignment]
+    if os.environ.get(ENGINE):
+        # With megatron importable, accelerate loads it: seconds in each of the engine's processes, for nothing.
+        sys.modules["megatron"] = None  # type: ignore[assignment]
     if torch.cuda.is_available() or "sgl_kernel" in sys.modules:
         return
     sys.modules["sgl_kernel"] = _module()

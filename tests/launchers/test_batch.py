@@ -144,3 +144,22 @@ def test_the_command_line_prints_what_the_script_reads(paths, capsys):
     assert capsys.readouterr().out == "stop\n"
     assert batch.main(["begin", str(paths.folder)]) == 1
     assert batch.main([]) == 2
+
+
+def test_a_rank_that_failed_because_another_was_killed_is_not_the_one_to_blame(paths):
+    batch.begin(paths.folder)
+    said = "srun: error: t0: task 0: Killed\nsrun: error: r0: task 0: Exited with exit code 1\n"
+    paths.hosts(1).write_text("t0\nr0\n")
+    verdicts.write(paths, 1, kind="preempted", rank=1, role="rollout", error="the engine's host process ended")
+    paths.launcher_log(1).write_text(said)
+    assert batch.end(paths.folder, 1, 143, "none") == "restart"
+    found = verdict.newest(paths)
+    assert (found.kind, found.rank, found.signal) == ("rank_died", 0, 9)
+
+
+def test_a_rank_that_saved_and_ended_before_another_was_killed_is_preempted(paths):
+    batch.begin(paths.folder)
+    verdicts.write(paths, 1, kind="preempted", rank=0, role="train")
+    paths.hosts(1).write_text("t0\nr0\n")
+    paths.launcher_log(1).write_text("srun: error: r0: task 0: Killed\n")
+    assert batch.end(paths.folder, 1, 143, "none") == "requeue"
