@@ -42,14 +42,15 @@ class Journal:
     """Append-only JSON lines, each written whole and at once."""
 
     def __init__(self, file: Path) -> None:
-        self.file = file
+        self.file, self._begun = file, False
 
     def append(self, *lines: Mapping[str, object]) -> None:
         """Add lines and make them durable."""
         text = "".join(json.dumps(line) + "\n" for line in lines)
         with self.file.open("ab") as stream:
-            if self._torn():
+            if not self._begun and self._torn():
                 text = "\n" + text
+            self._begun = True
             stream.write(text.encode())
             stream.flush()
             os.fsync(stream.fileno())
