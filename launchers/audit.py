@@ -33,8 +33,8 @@ class Count:
     samples: int
     prompts: frozenset[int]
     reward: float | None
-    distance: float
-    """Largest |log p_train - log p_rollout| of an answer token."""
+    distances: dict[str, float]
+    """Between trainer and sampler, see `recount.distances`."""
 
 
 class NotChecked(Exception):
@@ -121,14 +121,14 @@ class Audit:
         return advantages.recount(step, kind)
 
     def events(self, n: int, step: Step) -> Problems:
-        """Events give the shards' mean reward and largest log-prob distance."""
+        """Events give the shards' mean reward and distances between trainer and sampler."""
         if n not in self.past.steps:
             # The ledger's lines are written first, the event when the new weights are out.
             if n != max(self.past.ledger):
                 yield f"{self.paths.events}: step {n} is missing"
             return
         metrics, count = self.past.steps[n]["metrics"], self.counts[n]
-        for name, value in {"reward/mean": count.reward, "train/logp_abs_diff_max": count.distance}.items():
+        for name, value in ({"reward/mean": count.reward} | {f"train/{k}": v for k, v in count.distances.items()}).items():
             if not _close(metrics.get(name), value):
                 yield f"{self.paths.events}: step {n} says {name} = {metrics.get(name)}, its shards {value}"
 
@@ -187,7 +187,8 @@ class Audit:
             "reward_last": _mean(rewards[-report.WINDOW :]),
             "samples": sum(count.samples for count in self.counts.values()),
             "prompts_duplicated": sum(len(ids) for ids in prompts) - len(frozenset().union(*prompts)),
-            "logp_abs_diff_max": max((count.distance for count in complete), default=None),
+            "logp_abs_diff_max": max((count.distances["logp_abs_diff_max"] for count in complete), default=None),
+            **{name: _mean([count.distances[name] for count in complete]) for name in recount.MEANS},
         }
         for name, value in counted.items():
             if not _close(getattr(said, name), value):
@@ -235,13 +236,7 @@ def _drawn(places: list[list[int]], refused: set[int]) -> Iterator[int]:
 
 def _count(step: Step) -> Count:
     rewards = [float(row.values["rewards"]) for row in step.accepted.values()]
-    distances = [_distance(row.values) for rows in step.train.values() for row in rows]
-    return Count(len(step.rollout), frozenset(step.groups), _mean(rewards), max(distances, default=0.0))
-
-
-def _distance(values: dict[str, np.ndarray]) -> float:
-    distance = np.abs(values["train_log_probs"].astype(np.float64) - values["rollout_log_probs"])
-    return float(distance[values["loss_mask"] > 0].max(initial=0.0))
+    return Count(len(step.rollout), frozenset(step.groups), _mean(rewards), recount.distances(step))
 
 
 def _fate(step: Step, prompt_id: int, advantages: dict[Key, float]) -> str:

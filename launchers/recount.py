@@ -15,6 +15,10 @@ TRAIN = {"rollout_log_probs", "loss_mask", "train_log_probs"}
 PER_SAMPLE = {"prompt_ids", "sample_index", "rewards", "advantages"}
 
 
+MEANS = ("logp_abs_diff_mean", "rollout_kl_k1", "rollout_kl_k3", "ratio_outside")
+"""Distances between trainer and sampler that are means over answer tokens."""
+
+
 class Damaged(Exception):
     """A shard that cannot be counted; the text names file and reason."""
 
@@ -75,6 +79,17 @@ def read(folder: Path) -> Step:
         for key, row in _rows(file, TRAIN, "advantages", step.problems):
             step.train.setdefault(key, []).append(row)
     return step
+
+
+def distances(step: Step) -> dict[str, float]:
+    """How far p_train is from p_rollout, over the answer tokens of the train shards, by the metrics' names."""
+    rows = [row.values for rows in step.train.values() for row in rows]
+    d = [(v["train_log_probs"].astype(np.float64) - v["rollout_log_probs"])[v["loss_mask"] > 0] for v in rows]
+    log_ratio = np.concatenate([np.zeros(0), *d])
+    ratio = np.exp(log_ratio)
+    values = np.abs(log_ratio), -log_ratio, ratio - 1 - log_ratio, (ratio < 0.9) | (ratio > 1.1)
+    means = {name: float(value.mean()) if len(value) else 0.0 for name, value in zip(MEANS, values, strict=True)}
+    return {"logp_abs_diff_max": float(np.abs(log_ratio).max(initial=0.0))} | means
 
 
 def _rows(file: Path, per_token: set[str], value: str, problems: list[str]) -> Iterator[tuple[Key, Row]]:

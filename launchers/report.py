@@ -20,6 +20,8 @@ from miles_hpc.launchers.history import History, Line
 from miles_hpc.paths import RunPaths
 
 PHASES = ("rollout", "reward", "train", "sync", "checkpoint", "wait")
+MEANS = ("logp_abs_diff_mean", "rollout_kl_k1", "rollout_kl_k3", "ratio_outside", "routing_mismatch")
+"""Figures of the trainer whose mean over steps is reported."""
 WINDOW = 5
 """Steps in `reward_first` and `reward_last`."""
 SILENT_SECONDS = 120.0
@@ -49,6 +51,16 @@ class Report:
     """Ledger lines beyond one per prompt id."""
     logp_abs_diff_max: float | None
     """Largest |log p_train - log p_rollout| of an answer token, over all steps."""
+    logp_abs_diff_mean: float | None
+    """Mean over steps, as the three that follow."""
+    rollout_kl_k1: float | None
+    """KL(sampler || trainer) in nats per token, estimator k1."""
+    rollout_kl_k3: float | None
+    """The same, estimator k3."""
+    ratio_outside: float | None
+    """Share of answer tokens whose p_train / p_rollout leaves [0.9, 1.1]."""
+    routing_mismatch: float | None
+    """Share of choices of experts that trainer and engine make differently; only with train.routing_replay."""
     weight_sync_seconds_median: float | None
     weight_sync_gb_per_s: float | None
     """Median over syncs of bytes x engines / seconds / 1e9."""
@@ -98,6 +110,7 @@ def compute(folder: Path) -> Report:
         prompts_lost=lost(past, config),
         prompts_duplicated=duplicated(past),
         logp_abs_diff_max=_largest(e["metrics"].get("train/logp_abs_diff_max") for e in steps),
+        **{name: _mean(_known(e["metrics"].get(f"train/{name}") for e in steps)) for name in MEANS},
         weight_sync_seconds_median=_median([e["seconds"] for e in past.syncs]),
         weight_sync_gb_per_s=_median([e["bytes"] * engines / max(e["seconds"], 1e-9) / 1e9 for e in past.syncs]),
         rollout_tokens_per_s=_speed(steps, "speed/rollout_tokens_per_s", "rollout"),
@@ -164,7 +177,11 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def _largest(values: Iterable[float | None]) -> float | None:
-    return max((v for v in values if v is not None), default=None)
+    return max(_known(values), default=None)
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [v for v in values if v is not None]
 
 
 def _json(file: Path) -> Line:

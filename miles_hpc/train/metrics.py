@@ -11,7 +11,11 @@ from miles_hpc.train.megatron import Groups
 from miles_hpc.train.objective import PolicyLoss
 from miles_hpc.train.packing import spans
 
-SUMS = ("loss", "kl", "clip_fraction", "correction", "entropy", "scored", "difference", "answers", "tokens", "trained_tokens")
+SUMS = ("loss", "kl", "clip_fraction", "correction", "entropy", "scored", "answers", "tokens", "trained_tokens")
+DISTANCES = ("train/logp_abs_diff_mean", "train/rollout_kl_k1", "train/rollout_kl_k3", "train/ratio_outside")
+"""Means over answer tokens, of how far the trainer's probabilities are from the sampler's."""
+RATIO = (0.9, 1.1)
+"""Where p_train / p_rollout is called close."""
 
 
 class Meter:
@@ -19,7 +23,7 @@ class Meter:
 
     def __init__(self, groups: Groups) -> None:
         self.group = groups.data
-        self.sums = {name: torch.zeros((), dtype=torch.float64, device=device.device()) for name in SUMS}
+        self.sums = {name: torch.zeros((), dtype=torch.float64, device=device.device()) for name in SUMS + DISTANCES}
         self.largest = 0.0
         self.norms: list[float] = []
 
@@ -40,14 +44,15 @@ class Meter:
         """Distance between the log-probabilities of trainer and sampler, over this rank's answer tokens."""
         index = spans(samples.offsets[own], samples.lengths[own])
         answers = index[samples.loss_mask[index] != 0]
-        distance = np.abs(log_probs[answers].astype(np.float64) - samples.rollout_log_probs[answers])
-        self.largest = float(distance.max(initial=0.0))
-        self.sums["difference"] += distance.sum()
+        log_ratio = log_probs[answers].astype(np.float64) - samples.rollout_log_probs[answers]
+        self.largest = float(np.abs(log_ratio).max(initial=0.0))
+        for name, values in distances(log_ratio).items():
+            self.sums[name] += values.sum()
         self.sums["answers"] += len(answers)
         self.sums["tokens"] += len(index)
 
     def reduced(self) -> dict[str, float]:
-        """Means over the step: loss, kl and clip fraction per optimizer step, entropy and distance per answer token."""
+        """Means over the step: loss, kl and clip fraction per optimizer step, entropy and distances per answer token."""
         names = list(self.sums)
         total = torch.stack([self.sums[name] for name in names])
         largest = torch.tensor(self.largest, dtype=torch.float64, device=total.device)
@@ -63,8 +68,22 @@ class Meter:
             "train/entropy": s["entropy"] / max(1.0, s["scored"]),
             "train/grad_norm": sum(self.norms) / steps,
             "train/logp_abs_diff_max": largest.item(),
-            "train/logp_abs_diff_mean": s["difference"] / max(1.0, s["answers"]),
+            **{name: s[name] / max(1.0, s["answers"]) for name in DISTANCES},
             "train/tokens": s["tokens"],
             "train/trained_tokens": s["trained_tokens"],
             "train/optimizer_steps": float(len(self.norms)),
         }
+
+
+def distances(log_ratio: np.ndarray) -> dict[str, np.ndarray]:
+    """Of each token, by the names in `DISTANCES`.
+
+    `d = log p_train - log p_rollout`: |d|; the estimators of KL(sampler || trainer) from the sampler's own tokens, k1 = -d and
+    k3 = exp(d) - 1 - d (J. Schulman, "Approximating KL divergence", 2020); and whether the ratio exp(d) leaves [0.9, 1.1].
+
+    Args:
+        log_ratio: [tokens] float64.
+    """
+    outside = (log_ratio < np.log(RATIO[0])) | (log_ratio > np.log(RATIO[1]))
+    values = np.abs(log_ratio), -log_ratio, np.expm1(log_ratio) - log_ratio, outside.astype(np.float64)
+    return dict(zip(DISTANCES, values, strict=True))

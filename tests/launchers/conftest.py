@@ -60,7 +60,13 @@ class FakeRun:
         noise = (self.rng.normal(0, 1e-6, len(samples.tokens)) * samples.loss_mask).astype(np.float32)
         advantages = group_advantages(samples.rewards, GROUP)
         store.write_train(self.paths, step, 0, samples, samples.rollout_log_probs + noise, advantages)
-        self.largest = float(np.abs((samples.rollout_log_probs + noise).astype(float) - samples.rollout_log_probs).max())
+        log_ratio = ((samples.rollout_log_probs + noise).astype(float) - samples.rollout_log_probs)[samples.loss_mask > 0]
+        self.distances = {"train/logp_abs_diff_max": float(np.abs(log_ratio).max())} | {
+            "train/logp_abs_diff_mean": float(np.abs(log_ratio).mean()),
+            "train/rollout_kl_k1": -float(log_ratio.mean()),
+            "train/rollout_kl_k3": float((np.expm1(log_ratio) - log_ratio).mean()),
+            "train/ratio_outside": 0.0,
+        }
 
     def finish(self, step: int, samples: Samples) -> None:
         """Ledger and events of a step."""
@@ -69,7 +75,7 @@ class FakeRun:
         ledger.append(*metrics.fates(samples, [], advantages, GROUP, step, self.attempt))
         self.event("sync", version=step + 1, seconds=0.5, bytes=10**9)
         figures = metrics.of_samples(samples, advantages, GROUP) | {
-            "train/logp_abs_diff_max": self.largest,
+            **self.distances,
             "speed/rollout_tokens_per_s": 100.0,
             "speed/train_tokens_per_s": 300.0,
         }

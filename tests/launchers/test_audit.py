@@ -79,6 +79,8 @@ def test_nothing_yet(fresh_run, capsys):
         ("rollout", "sample_index", 0, 5, "has samples [1, 5], expected [0, 1]"),
         ("train", "advantages", 1, 3.5, "is 3.5, expected"),
         ("train", "train_log_probs", 3, -50.0, "train/logp_abs_diff_max"),
+        ("train", "train_log_probs", 3, -50.0, "train/rollout_kl_k3"),
+        ("train", "train_log_probs", 3, -50.0, "train/ratio_outside"),
         ("train", "loss_mask", 0, 1, "loss_mask of sample"),
     ],
 )

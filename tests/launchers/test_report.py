@@ -22,6 +22,11 @@ KEYS = [
     "prompts_lost",
     "prompts_duplicated",
     "logp_abs_diff_max",
+    "logp_abs_diff_mean",
+    "rollout_kl_k1",
+    "rollout_kl_k3",
+    "ratio_outside",
+    "routing_mismatch",
     "weight_sync_seconds_median",
     "weight_sync_gb_per_s",
     "rollout_tokens_per_s",
@@ -46,7 +51,9 @@ def test_keys_and_figures_of_a_done_run(make_run, capsys):
     assert found["state"] == "done" and found["steps"] == 12 and found["attempts"] == 1
     assert found["samples"] == 12 * 8 and found["prompts_lost"] == 0 and found["prompts_duplicated"] == 0
     assert (found["eval_first"], found["eval_last"]) == (0.2, 0.7)
-    assert 0 < found["logp_abs_diff_max"] < 1e-5
+    assert 0 < found["logp_abs_diff_mean"] < found["logp_abs_diff_max"] < 1e-5
+    assert abs(found["rollout_kl_k1"]) < 1e-6 and 0 < found["rollout_kl_k3"] < 1e-11
+    assert found["ratio_outside"] == 0.0 and found["routing_mismatch"] is None
     assert found["weight_sync_seconds_median"] == 0.5 and found["weight_sync_gb_per_s"] == 2.0
     assert found["rollout_tokens_per_s"] == pytest.approx(100) and found["train_tokens_per_s"] == pytest.approx(300)
     assert found["phase_seconds"]["rollout"] == pytest.approx(24.0)
@@ -146,7 +153,7 @@ def test_nan_is_null_in_json(fresh_run, capsys):
     fresh_run.begin(0)
     samples = fresh_run.sample(0)
     fresh_run.train(0, samples)
-    fresh_run.largest = float("nan")
+    fresh_run.distances = {"train/logp_abs_diff_max": float("nan")}
     fresh_run.finish(0, samples)
     report.report(fresh_run.folder, as_json=True)
     assert json.loads(capsys.readouterr().out)["logp_abs_diff_max"] is None

@@ -37,6 +37,11 @@ def test_train_log_probs_are_those_of_the_weights_that_sampled(mini_batches, mod
     distance = np.abs(expected - s.rollout_log_probs)[s.loss_mask == 1]
     assert result.metrics["train/logp_abs_diff_max"] == pytest.approx(distance.max(), abs=1e-4)
     assert result.metrics["train/logp_abs_diff_mean"] == pytest.approx(distance.mean(), abs=1e-4)
+    ratio = np.exp((expected - s.rollout_log_probs)[s.loss_mask == 1].astype(np.float64))
+    assert result.metrics["train/rollout_kl_k1"] == pytest.approx(-np.log(ratio).mean(), abs=1e-4)
+    assert result.metrics["train/rollout_kl_k3"] == pytest.approx((ratio - 1 - np.log(ratio)).mean(), rel=1e-4)
+    outside = (ratio < 0.9) | (ratio > 1.1)
+    assert 0 < outside.mean() < 1 and result.metrics["train/ratio_outside"] == pytest.approx(outside.mean())
     assert result.metrics["train/tokens"] == len(s.tokens)
 
 
