@@ -31,6 +31,8 @@ FORMULAS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "group_mean": _group_mean,
     "rloo": _rloo,
     "reward": _itself,
+    "gae": _itself,
+    "none": np.zeros_like,
     "reinforce_pp": _itself,
     "reinforce_pp_baseline": _group_mean,
 }
@@ -48,7 +50,7 @@ def recount(step: Step, kind: str) -> dict[Key, float]:
 
 
 def _of_group(rewards: np.ndarray, kind: str) -> np.ndarray:
-    relative = kind not in ("reward", "reinforce_pp")
+    relative = kind not in ("reward", "gae", "reinforce_pp")
     return np.zeros(len(rewards)) if relative and (rewards == rewards[0]).all() else FORMULAS[kind](rewards)
 
 

@@ -50,6 +50,9 @@ def check_files(config: Config) -> None:
     model = Path(config.model.path)
     if config.model.path and not config.model.source and not (model / "config.json").is_file():
         raise ModelError("no Hugging Face checkpoint there (config.json is missing)", where=f"model.path = {model}")
+    if config.train.teacher and not (Path(config.train.teacher) / "config.json").is_file():
+        what = "no Hugging Face checkpoint there (config.json is missing)"
+        raise ModelError(what, where=f"train.teacher = {config.train.teacher}")
     for key in ("prompts", "eval"):
         _check_data(f"data.{key}", getattr(config.data, key))
     for key, edge, _ in protocols.named(config):

@@ -82,6 +82,8 @@ class Config(Section):
 def _problems(c: Config) -> Iterable[str]:
     """What does not fit together, each with what would."""
     yield from _reward_problems(c.rollout)
+    if c.train.advantage == "none" and not c.train.teacher:
+        yield 'train.advantage = "none" leaves nothing to learn from but train.teacher, which is empty'
     ranks, tp, ep = c.slurm.train.ranks, c.train.tensor_parallel, c.train.expert_parallel
     if ranks % tp:
         yield f"slurm.train has {ranks} ranks, not divisible by train.tensor_parallel = {tp}; {_divisors(ranks)} would fit"
@@ -213,11 +215,12 @@ def _value(text: str) -> Any:
 
 def _absolute(raw: dict[str, Any], folder: Path) -> None:
     """File names relative to the TOML file become absolute; the folder itself is kept for edges beside the file."""
-    run, model, data = (raw.get(section) for section in ("run", "model", "data"))
+    run, model, data, train = (raw.get(section) for section in ("run", "model", "data", "train"))
     if isinstance(run, dict):
         run.setdefault("edges_folder", str(folder))
-    if isinstance(model, dict) and isinstance(model.get("path"), str) and model["path"]:
-        model["path"] = str(folder / expanded(model["path"]))
+    for section, key in ((model, "path"), (train, "teacher")):
+        if isinstance(section, dict) and isinstance(section.get(key), str) and section[key]:
+            section[key] = str(folder / expanded(section[key]))
     for key in ("prompts", "eval"):
         value = data.get(key) if isinstance(data, dict) else None
         if isinstance(data, dict) and isinstance(value, str) and value and not is_edge(value):

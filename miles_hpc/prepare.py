@@ -57,6 +57,7 @@ def prepare(run: Config, paths: RunPaths) -> None:
     tokenizer = data.tokenizer_of(folder)
     if len(tokenizer) > facts["vocab_size"]:
         raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the model {facts['vocab_size']}", where=str(folder))
+    check_teacher(run, tokenizer)
     limit = run.model.context_length - run.rollout.max_new_tokens
     prompts = data.load(run, "train", tokenizer)
     prompts.check(limit)
@@ -64,6 +65,24 @@ def prepare(run: Config, paths: RunPaths) -> None:
     calls.check_generate(run, prompts.rows[0], prompts.text(0), tokenizer)
     if run.data.eval:
         data.load(run, "eval", tokenizer).check(limit)
+
+
+def check_teacher(run: Config, tokenizer: Any) -> None:
+    """A teacher reads the policy's tokens.
+
+    Raises:
+        ModelError: it cannot be trained with, or has another tokenizer.
+    """
+    if not run.train.teacher:
+        return
+    folder = Path(run.train.teacher)
+    check_model(folder, run.model.context_length)
+    if data.tokenizer_of(folder).get_vocab() != tokenizer.get_vocab():
+        raise ModelError(
+            "the teacher's tokenizer is not the policy's",
+            where=f"train.teacher = {folder}",
+            next_step="distil from a model of the same family",
+        )
 
 
 def check_demonstrations(run: Config) -> None:

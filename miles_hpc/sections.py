@@ -127,7 +127,7 @@ class Rollout(Section):
 
 
 LossName = Literal["ppo", "gspo", "cispo", "reinforce", "supervised"]
-AdvantageName = Literal["group_std", "group_mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "reward"]
+AdvantageName = Literal["group_std", "group_mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "reward", "gae", "none"]
 
 
 class Train(Section):
@@ -151,9 +151,7 @@ class Train(Section):
     """Policy loss (docs/algorithms.md), or a function `(tokens: Tokens, train: Train) -> Tensor` with one loss per token."""
     loss_mean: Literal["token", "sequence", "constant"] = "token"
     """Mean over all tokens of the mini-batch, over sequences of their token means, or sum / (samples x max_new_tokens)."""
-    advantage: Literal["group_std", "group_mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "reward"] | Edge = (
-        "group_std"
-    )
+    advantage: AdvantageName | Edge = "group_std"
     """Advantage (docs/algorithms.md), or a function `(samples: Samples, group_size: int) -> numpy array [samples]`."""
     clip_low: Annotated[float, Field(gt=0)] = 0.2
     """Clip of the ratio below 1."""
@@ -167,6 +165,18 @@ class Train(Section):
     """Weight of the KL penalty to the initial policy; 0: no reference model is kept."""
     kl: Literal["k1", "k2", "k3", "k3_k2", "k3_unbiased"] = "k3"
     """Estimator of that KL."""
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Discount of a reward per token; with `advantage = "gae"`."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """Lambda of GAE: 1 trusts the rewards alone, 0 the critic."""
+    critic_lr: Annotated[float, Field(ge=0)] = 1e-5
+    """The critic's peak learning rate; it follows the schedule of `lr`."""
+    value_clip: Annotated[float, Field(gt=0)] = 0.2
+    """Largest change of a value within a step that counts in the critic's loss, in units of the reward."""
+    teacher: str = ""
+    """Folder of a Hugging Face checkpoint with the policy's tokenizer to distil from; relative to the TOML file."""
+    teacher_coef: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the KL to the teacher in the advantage of each token."""
     correction: Literal["none", "tis", "icepop", "sequence_tis", "sequence_mis", "geometric_mis"] = "none"
     """Importance weights for a sampler that computes other probabilities than the trainer; costs no forward pass."""
     correction_low: Annotated[float, Field(ge=0, le=1)] = 0.0

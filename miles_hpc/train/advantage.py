@@ -78,7 +78,8 @@ def reinforce_pp_baseline(rewards: np.ndarray, answer_lengths: np.ndarray, group
 
 
 def identity(rewards: np.ndarray) -> np.ndarray:
-    """The reward itself, [samples] float32: for rewards that are advantages already, and for supervised training."""
+    """The reward itself, [samples] float32: for rewards that are advantages already, for supervised training, and for `gae`,
+    where the critic makes an advantage for every token of it."""
     return np.asarray(rewards, np.float32)
 
 
@@ -89,6 +90,8 @@ ADVANTAGES: dict[str, Advantage] = {
     "reinforce_pp": lambda s, size: reinforce_pp(s.rewards, s.answer_lengths),
     "reinforce_pp_baseline": lambda s, size: reinforce_pp_baseline(s.rewards, s.answer_lengths, size),
     "reward": lambda s, size: identity(s.rewards),
+    "gae": lambda s, size: identity(s.rewards),
+    "none": lambda s, size: np.zeros(len(s), np.float32),
 }
 """By the name in `train.advantage`."""
 

@@ -1,7 +1,4 @@
-"""On-policy distillation from a teacher's log-probabilities of the sampled tokens, as pure functions.
-
-Nothing in the loop asks a teacher: use them from an edge (`train.loss`) that has its log-probabilities.
-"""
+"""On-policy distillation (`train.teacher`): the teacher's log-probabilities of the sampled tokens become advantages."""
 
 from torch import Tensor
 

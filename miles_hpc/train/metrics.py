@@ -16,6 +16,8 @@ DISTANCES = ("train/logp_abs_diff_mean", "train/rollout_kl_k1", "train/rollout_k
 """Means over answer tokens, of how far the trainer's probabilities are from the sampler's."""
 RATIO = (0.9, 1.1)
 """Where p_train / p_rollout is called close."""
+MORE_SUMS = ("value_loss", "teacher_kl", "taught")
+"""Of critic and teacher."""
 
 
 class Meter:
@@ -23,9 +25,12 @@ class Meter:
 
     def __init__(self, groups: Groups) -> None:
         self.group = groups.data
-        self.sums = {name: torch.zeros((), dtype=torch.float64, device=device.device()) for name in SUMS + DISTANCES}
+        self.sums = {
+            name: torch.zeros((), dtype=torch.float64, device=device.device()) for name in SUMS + MORE_SUMS + DISTANCES
+        }
         self.largest = 0.0
         self.norms: list[float] = []
+        self.value_norms: list[float] = []
 
     def loss(self, terms: PolicyLoss, tokens: int) -> None:
         """Of one micro-batch of `tokens` answer tokens."""
@@ -36,6 +41,17 @@ class Meter:
     def entropy(self, entropy: Tensor) -> None:
         self.sums["entropy"] += entropy.detach().sum()
         self.sums["scored"] += len(entropy)
+
+    def critic_step(self, loss: Tensor, grad_norm: float) -> None:
+        self.sums["value_loss"] += loss
+        self.value_norms.append(grad_norm)
+
+    def teacher(self, samples: Samples, own: np.ndarray, log_probs: np.ndarray) -> None:
+        """Estimate of KL(sampler || teacher), over this rank's answer tokens."""
+        index = spans(samples.offsets[own], samples.lengths[own])
+        answers = index[samples.loss_mask[index] != 0]
+        self.sums["teacher_kl"] += float((samples.rollout_log_probs[answers] - log_probs[answers]).sum(dtype=np.float64))
+        self.sums["taught"] += len(answers)
 
     def optimizer_step(self, grad_norm: float) -> None:
         self.norms.append(grad_norm)
@@ -72,7 +88,15 @@ class Meter:
             "train/tokens": s["tokens"],
             "train/trained_tokens": s["trained_tokens"],
             "train/optimizer_steps": float(len(self.norms)),
+            **self._of_other_models(s),
         }
+
+    def _of_other_models(self, s: dict[str, float]) -> dict[str, float]:
+        """Of critic and teacher, where there is one."""
+        found = {"train/teacher_kl": s["teacher_kl"] / s["taught"]} if s["taught"] else {}
+        if steps := len(self.value_norms):
+            found |= {"train/value_loss": s["value_loss"] / steps, "train/value_grad_norm": sum(self.value_norms) / steps}
+        return found
 
 
 def distances(log_ratio: np.ndarray) -> dict[str, np.ndarray]:

@@ -48,7 +48,8 @@ class Objective:
     @property
     def every_token(self) -> bool:
         """True if samples without an advantage have a gradient too."""
-        return self.train.kl_coef > 0 or self.train.entropy_coef > 0
+        train = self.train
+        return train.kl_coef > 0 or train.entropy_coef > 0 or train.advantage == "gae" or bool(train.teacher)
 
     def __call__(self, tokens: Tokens, weights: Tensor) -> PolicyLoss:
         """Weighted sums over a micro-batch.

@@ -3,10 +3,14 @@
 The cures concern `megatron/core/optimizer/distrib_optimizer.py` of 0.19.2; `tests/train/test_optimizer.py` fails without each.
 """
 
+import math
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+
+from miles_hpc.errors import Diverged
 
 
 class AdamW(NamedTuple):
@@ -46,6 +50,31 @@ def set_hyperparameters(optimizer: Any, values: AdamW) -> None:
             group["lr"] = values.lr
             group["betas"] = (values.beta1, values.beta2)
             group["weight_decay"] = values.weight_decay * group["wd_mult"]
+
+
+def zero(ddp: Any, optimizer: Any) -> None:
+    """Forget gradients."""
+    ddp.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+def step(ddp: Any, optimizer: Any) -> float:
+    """Sum gradients over ranks, clip, update. Returns the gradient norm before the clip.
+
+    Raises:
+        Diverged: the norm is not finite (a loss that is not finite shows here too, on all ranks alike).
+    """
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize_model_grads([ddp])
+    _, norm, _ = optimizer.step()
+    if norm is None or not math.isfinite(norm):
+        raise Diverged(
+            f"gradient norm is {norm}",
+            where=f"train rank {dist.get_rank()}",
+            next_step="resume from the last checkpoint with a lower train.lr",
+        )
+    return float(norm)
 
 
 def reset(optimizer: Any) -> None:

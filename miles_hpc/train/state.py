@@ -6,13 +6,14 @@ The format reshards: a run may resume with other numbers of data- or tensor-para
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from miles_hpc.errors import CheckpointError
 from miles_hpc.train import optimizer as optimizers
+from miles_hpc.train.critic import Critic
 from miles_hpc.train.megatron import Policy
 
 # 'fully_sharded_model_space', the default, raises for the distributed optimizer of 0.19.2.
@@ -23,28 +24,38 @@ FORMAT = {
 }
 
 
-def save(folder: Path, policy: Policy, optimizer: Any, reference: Policy | None, extra: dict[str, Any]) -> None:
+class Held(NamedTuple):
+    """Models and optimizers that change or that cannot be had again."""
+
+    policy: Policy
+    optimizer: Any
+    reference: Policy | None
+    critic: Critic | None
+
+
+def save(folder: Path, held: Held, extra: dict[str, Any]) -> None:
     """Write weights, optimizer, random states and `extra` (JSON-able); collective."""
     from megatron.core import dist_checkpointing
 
     common = {
         "extra": json.dumps(extra),
         "random": _random_states(),
-        "expert_parallel": policy.groups.expert.size(),
-        "has_reference": reference is not None,
+        "expert_parallel": held.policy.groups.expert.size(),
+        "has_reference": held.reference is not None,
+        "has_critic": held.critic is not None,
     }
     # 'mcore' is megatron's own writer; the default asks for the package nvidia-resiliency-ext.
-    dist_checkpointing.save(_sharded(policy, optimizer, reference, False) | common, str(folder), async_strategy="mcore")
+    dist_checkpointing.save(_sharded(held, False) | common, str(folder), async_strategy="mcore")
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """The part of a checkpoint that is the same for all ranks: `extra`, `random`, `expert_parallel`, `has_reference`."""
+    """The part of a checkpoint that is the same for all ranks: `extra`, `random`, `expert_parallel`, `has_...`."""
     from megatron.core import dist_checkpointing
 
     return dist_checkpointing.load_common_state_dict(str(folder))
 
 
-def load(folder: Path, policy: Policy, optimizer: Any, reference: Policy | None) -> dict[str, Any]:
+def load(folder: Path, held: Held) -> dict[str, Any]:
     """Restore what `save` wrote, in place; collective. Returns `extra`.
 
     Raises:
@@ -53,32 +64,45 @@ def load(folder: Path, policy: Policy, optimizer: Any, reference: Policy | None)
     from megatron.core import dist_checkpointing
 
     common = read_common(folder)
-    _check_experts(common["expert_parallel"], policy.groups.expert.size(), folder)
-    loaded = dist_checkpointing.load(_sharded(policy, optimizer, reference, True), str(folder))
-    policy.module.load_state_dict(loaded["model"])
-    optimizers.load_state_dict(optimizer, loaded["optimizer"])
-    if reference:
-        reference.module.load_state_dict(loaded["reference"])
+    _check_experts(common["expert_parallel"], held.policy.groups.expert.size(), folder)
+    loaded = dist_checkpointing.load(_sharded(held, True), str(folder))
+    held.policy.module.load_state_dict(loaded["model"])
+    optimizers.load_state_dict(held.optimizer, loaded["optimizer"])
+    if held.reference:
+        held.reference.module.load_state_dict(loaded["reference"])
+    if held.critic:
+        held.critic.model.module.load_state_dict(loaded["critic"])
+        optimizers.load_state_dict(held.critic.optimizer, loaded["critic_optimizer"])
     _restore_random_states(common["random"])
     return json.loads(common["extra"])
 
 
-def _sharded(policy: Policy, optimizer: Any, reference: Policy | None, loading: bool) -> dict[str, Any]:
-    metadata = dict(FORMAT)  # megatron writes its groups into it
-    module: Any = policy.module
-    model = module.sharded_state_dict(metadata=metadata)
-    state = {"model": model, "optimizer": optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)}
-    if reference:
-        module = reference.module
-        state["reference"] = _prefixed(module.sharded_state_dict(metadata=metadata))
+def _sharded(held: Held, loading: bool) -> dict[str, Any]:
+    model = _sharded_model(held.policy)
+    state = {"model": model, "optimizer": _sharded_optimizer(held.optimizer, model, loading)}
+    if held.reference:
+        state["reference"] = _prefixed(_sharded_model(held.reference), "reference.")
+    if held.critic:
+        model = _sharded_model(held.critic.model)
+        values = _sharded_optimizer(held.critic.optimizer, model, loading)
+        state |= {"critic": _prefixed(model, "critic."), "critic_optimizer": _prefixed(values, "critic.")}
     return state
 
 
-def _prefixed(state: dict[str, Any]) -> dict[str, Any]:
-    """The reference's tensors under keys of their own."""
+def _sharded_model(policy: Policy) -> dict[str, Any]:
+    module: Any = policy.module
+    return module.sharded_state_dict(metadata=dict(FORMAT))  # megatron writes its groups into it
+
+
+def _sharded_optimizer(optimizer: Any, model: dict[str, Any], loading: bool) -> dict[str, Any]:
+    return optimizer.sharded_state_dict(model, is_loading=loading, metadata=dict(FORMAT))
+
+
+def _prefixed(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """The tensors of a further model under keys of their own."""
     from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 
-    add_prefix_for_sharding(state, "reference.")
+    add_prefix_for_sharding(state, prefix)
     return state
 
 

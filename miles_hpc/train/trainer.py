@@ -1,6 +1,5 @@
 """One training step: samples and advantages in, new weights and metrics out."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,12 @@ from torch import Tensor
 
 from miles_hpc import device
 from miles_hpc.config import Config
-from miles_hpc.errors import Diverged
 from miles_hpc.samples.schema import Samples
 from miles_hpc.train import architecture, export, optimizer, schedule, state, weights
+from miles_hpc.train.critic import Critic, ValueModel
+from miles_hpc.train.facts import Facts, at
 from miles_hpc.train.hooks import Hooks
-from miles_hpc.train.loss import Tokens, token_weights
+from miles_hpc.train.loss import token_weights
 from miles_hpc.train.megatron import Groups, Policy, join, leave
 from miles_hpc.train.metrics import Meter
 from miles_hpc.train.objective import Objective
@@ -91,10 +91,26 @@ class Trainer:
         self.ddp = self.policy.wrap()
         self.optimizer = optimizer.build(self.ddp, self.dtype)
         self.reference: Policy | None = None
+        self.critic: Critic | None = None
+        self.teacher = self._teacher(Path(self.config.teacher)) if self.config.teacher else None
         self.warm = False
 
     def _policy(self) -> Policy:
         return Policy(self.model_config, self.dtype, self.groups, self.length, self.exact)
+
+    def _teacher(self, folder: Path) -> Policy:
+        """A frozen model of any supported architecture, split over the ranks as the policy is."""
+        model_config = architecture.read(folder)
+        architecture.check_parallel(model_config, self.config.tensor_parallel, self.config.expert_parallel)
+        weights.check(model_config, folder)
+        teacher = Policy(model_config, self.dtype, self.groups, self.length, self.exact)
+        weights.read(teacher.module, model_config, folder, self.groups)
+        return teacher
+
+    def _critic(self) -> Critic:
+        model = ValueModel(self.model_config, self.dtype, self.groups, self.length, self.exact)
+        model.start_from(self.policy)
+        return Critic(self.config, model, self.dtype)
 
     @property
     def replicas(self) -> int:
@@ -114,21 +130,21 @@ class Trainer:
             NumericsError: the first step, in exact numerics, where trainer and sampler differ.
         """
         self._start_of_rl()
-        plan = self._plan(samples, advantages, step)
-        log_probs = np.zeros(len(samples.tokens), np.float32)
-        meter = Meter(self.groups)
+        plan, facts, meter = self._plan(samples, advantages, step), Facts.of(samples, advantages), Meter(self.groups)
+        share = plan.shares[self.groups.data.rank()]
         self.policy.load.clear()
         self._prove(samples, plan)
-        self._score(self.policy, samples, plan.forward_only, log_probs, meter)
-        reference = self._reference_log_probs(samples, plan)
-        optimizer.set_hyperparameters(self.optimizer, self._hyperparameters(step))
+        self._score(self.policy, samples, plan.forward_only, facts.log_probs, meter)
+        judged = self._ask_others(facts, plan, share, advantages, meter)
+        hyperparameters = self._hyperparameters(step)
+        optimizer.set_hyperparameters(self.optimizer, hyperparameters)
         for shares in plan.mini_batches:
-            self._mini_batch(samples, shares, advantages, reference, log_probs, meter, only=len(plan.mini_batches) == 1)
-        share = plan.shares[self.groups.data.rank()]
-        meter.compare(samples, share, log_probs)
-        metrics = meter.reduced() | {"train/lr": self._hyperparameters(step).lr} | self._expert_load()
+            self._mini_batch(facts, shares, meter, only=len(plan.mini_batches) == 1)
+            self._critic_mini_batch(facts, shares, meter, hyperparameters)
+        meter.compare(samples, share, facts.log_probs)
+        metrics = meter.reduced() | {"train/lr": hyperparameters.lr} | self._expert_load() | judged
         own = share if self.groups.writes_samples else share[:0]
-        return Result(metrics, own, log_probs[_flat(samples, own)])
+        return Result(metrics, own, facts.log_probs[_flat(samples, own)])
 
     def _plan(self, samples: Samples, advantages: np.ndarray, step: int) -> Plan:
         """Mini-batches first, then each is spread over the ranks, so that they do not depend on the number of ranks."""
@@ -173,59 +189,48 @@ class Trainer:
         prove(samples, plan.shares[self.groups.data.rank()], log_probs)
         self.proved = True
 
-    def _reference_log_probs(self, samples: Samples, plan: Plan) -> np.ndarray | None:
-        if self.reference is None:
+    def _ask_others(
+        self, facts: Facts, plan: Plan, share: np.ndarray, advantages: np.ndarray, meter: Meter
+    ) -> dict[str, float]:
+        """What reference, teacher and critic say about this rank's samples; returns the critic's metrics."""
+        samples = facts.samples
+        facts.reference, facts.teacher = (
+            self._frozen_log_probs(model, samples, plan) for model in (self.reference, self.teacher)
+        )
+        if facts.teacher is not None:
+            meter.teacher(samples, share, facts.teacher)
+        if self.critic is None:
+            return {}
+        return self.critic.assess(facts, self._packs(samples, plan.shares), share, advantages)
+
+    def _frozen_log_probs(self, model: Policy | None, samples: Samples, plan: Plan) -> np.ndarray | None:
+        if model is None:
             return None
         log_probs = np.zeros(len(samples.tokens), np.float32)
-        self._score(self.reference, samples, plan.shares, log_probs, None)
+        self._score(model, samples, plan.shares, log_probs, None)
         return log_probs
 
-    def _mini_batch(
-        self,
-        samples: Samples,
-        shares: list[np.ndarray],
-        advantages: np.ndarray,
-        reference: np.ndarray | None,
-        log_probs: np.ndarray,
-        meter: Meter,
-        only: bool,
-    ) -> None:
-        """One optimizer step. If it is the only one, `log_probs` takes its log-probabilities, else it has them already."""
-        token_weight = self._token_weights(samples.answer_lengths, np.concatenate(shares))
-        self._zero_grad()
-        for batch in self._packs(samples, shares):
+    def _mini_batch(self, facts: Facts, shares: list[np.ndarray], meter: Meter, only: bool) -> None:
+        """One optimizer step. If it is the only one, `facts` take its log-probabilities, else they have them already."""
+        token_weight = self._token_weights(facts.samples.answer_lengths, np.concatenate(shares))
+        optimizer.zero(self.ddp, self.optimizer)
+        for batch in self._packs(facts.samples, shares):
             new, entropy = self.policy.log_probs(batch, self.temperature)
             if only:
-                log_probs[batch.flat] = new.detach().cpu().numpy()
+                facts.log_probs[batch.flat] = new.detach().cpu().numpy()
                 meter.entropy(entropy)
-            tokens = self._tokens(samples, batch, new, entropy, advantages, reference, log_probs)
-            terms = self.objective(tokens, _at(token_weight, batch.sample))
+            terms = self.objective(facts.tokens(batch, new, entropy, self.config), at(token_weight, batch.sample))
             terms.loss.backward()
             meter.loss(terms, len(batch.flat))
-        meter.optimizer_step(self._optimizer_step())
+        meter.optimizer_step(optimizer.step(self.ddp, self.optimizer))
 
-    def _tokens(
-        self,
-        samples: Samples,
-        batch: Pack,
-        new: Tensor,
-        entropy: Tensor,
-        advantages: np.ndarray,
-        reference: np.ndarray | None,
-        log_probs: np.ndarray,
-    ) -> Tokens:
-        """What the objective sees of a micro-batch. With an importance correction, the ratio is to the trainer's own past."""
-        numbers, sample = np.unique(batch.sample, return_inverse=True)
-        rollout = _at(samples.rollout_log_probs, batch.flat)
-        return Tokens(
-            log_probs=new,
-            old_log_probs=rollout if self.config.correction == "none" else _at(log_probs, batch.flat),
-            advantages=_at(advantages, batch.sample),
-            sample=torch.from_numpy(sample).to(new.device),
-            samples=len(numbers),
-            rollout_log_probs=rollout,
-            ref_log_probs=None if reference is None else _at(reference, batch.flat),
-            entropy=entropy,
+    def _critic_mini_batch(self, facts: Facts, shares: list[np.ndarray], meter: Meter, hyperparameters: AdamW) -> None:
+        if self.critic is None:
+            return
+        token_weight = self._token_weights(facts.samples.answer_lengths, np.concatenate(shares), "token")
+        rate = self.config.critic_lr * (hyperparameters.lr / self.config.lr if self.config.lr else 1.0)
+        meter.critic_step(
+            *self.critic.update(facts, self._packs(facts.samples, shares), token_weight, hyperparameters._replace(lr=rate))
         )
 
     def _token_weights(self, answer_lengths: np.ndarray, chosen: np.ndarray, kind: str = "") -> np.ndarray:
@@ -234,28 +239,6 @@ class Trainer:
         lengths = torch.from_numpy(answer_lengths[chosen])
         token_weight[chosen] = token_weights(lengths, kind or self.config.loss_mean, self.longest_answer).numpy()
         return token_weight
-
-    def _zero_grad(self) -> None:
-        self.ddp.zero_grad_buffer()
-        self.optimizer.zero_grad()
-
-    def _optimizer_step(self) -> float:
-        """Sum gradients over ranks, clip, update. Returns the gradient norm before the clip.
-
-        Raises:
-            Diverged: the norm is not finite (a loss that is not finite shows here too, on all ranks alike).
-        """
-        from megatron.core.distributed import finalize_model_grads
-
-        finalize_model_grads([self.ddp])
-        _, norm, _ = self.optimizer.step()
-        if norm is None or not math.isfinite(norm):
-            raise Diverged(
-                f"gradient norm is {norm}",
-                where=f"train rank {self.rank}",
-                next_step="resume from the last checkpoint with a lower train.lr",
-            )
-        return float(norm)
 
     def _expert_load(self) -> dict[str, float]:
         load = self.policy.load.max_over_mean()
@@ -280,13 +263,13 @@ class Trainer:
         answer_lengths = np.add.reduceat(data.loss_mask.astype(np.int64), data.offsets[:-1])
         token_weight = self._token_weights(answer_lengths, everything, "token")
         optimizer.set_hyperparameters(self.optimizer, WARM_START._replace(lr=lr))
-        self._zero_grad()
+        optimizer.zero(self.ddp, self.optimizer)
         total = torch.zeros((), device=device.device())
         for batch in self._packs(data, schedule.balanced(everything, np.diff(data.offsets), self.replicas)):
-            loss = -(self.policy.log_probs(batch)[0] * _at(token_weight, batch.sample)).sum()
+            loss = -(self.policy.log_probs(batch)[0] * at(token_weight, batch.sample)).sum()
             loss.backward()
             total += loss.detach()
-        self._optimizer_step()
+        optimizer.step(self.ddp, self.optimizer)
         self.warm = True
         dist.all_reduce(total, group=self.groups.data)
         return float(total)
@@ -297,12 +280,14 @@ class Trainer:
         self.warm = False
 
     def _start_of_rl(self) -> None:
-        """After a warm start the optimizer starts afresh; the reference policy is the one that RL starts from."""
+        """After a warm start the optimizer starts afresh; reference and critic come from the policy that RL starts from."""
         if self.warm:
             self.reset_optimizer()
         if self.config.kl_coef > 0 and self.reference is None:
             self.reference = self._policy()
             self.reference.module.load_state_dict(self.policy.module.state_dict())
+        if self.config.advantage == "gae" and self.critic is None:
+            self.critic = self._critic()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors under Hugging Face checkpoint names, in a fixed order, on every rank. Exhaust it on all ranks."""
@@ -315,7 +300,7 @@ class Trainer:
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write weights, optimizer, random states and `extra` (JSON-able) into an existing folder."""
-        state.save(folder, self.policy, self.optimizer, self.reference, extra)
+        state.save(folder, self._held, extra)
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Restore what `save` wrote; returns `extra`.
@@ -323,9 +308,16 @@ class Trainer:
         Raises:
             CheckpointError: it was saved with another expert parallelism.
         """
-        if self.config.kl_coef > 0 and state.read_common(folder)["has_reference"]:
+        common = state.read_common(folder)
+        if self.config.kl_coef > 0 and common["has_reference"]:
             self.reference = self._policy()
-        return state.load(folder, self.policy, self.optimizer, self.reference)
+        if self.config.advantage == "gae" and common["has_critic"]:
+            self.critic = self._critic()
+        return state.load(folder, self._held)
+
+    @property
+    def _held(self) -> state.Held:
+        return state.Held(self.policy, self.optimizer, self.reference, self.critic)
 
     def gather(self, value: Any) -> list[Any]:
         """The `value` of every training rank, on every rank."""
@@ -344,7 +336,3 @@ class Trainer:
 
 def _flat(sequences: Sequences, indices: np.ndarray) -> np.ndarray:
     return spans(sequences.offsets[indices], np.diff(sequences.offsets)[indices])
-
-
-def _at(values: np.ndarray, index: np.ndarray) -> Tensor:
-    return torch.from_numpy(values[index]).to(device.device())

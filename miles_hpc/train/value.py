@@ -1,6 +1,7 @@
-"""Advantages and loss of a critic, as pure functions. No critic is trained in the loop yet."""
+"""Advantages and loss of a critic, as pure functions; `critic.py` has the model."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -31,19 +32,65 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     return advantages, (advantages + values) * mask
 
 
-def whiten(values: Tensor, mask: Tensor) -> Tensor:
+def gae_of_answers(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """`gae` on flat answer tokens, with each sample's reward paid at its last one.
+
+    Args:
+        rewards: [samples] float32.
+        values: [answer tokens] float32, sample after sample.
+        lengths: [samples] int64, answer tokens of each.
+        gamma, lam: as in `gae`.
+
+    Returns:
+        Advantages and returns, [answer tokens] float32.
+    """
+    mask = torch.arange(int(lengths.max()) if len(lengths) else 0) < lengths[:, None]
+    grid, paid = torch.zeros(mask.shape), torch.zeros(mask.shape)
+    grid[mask] = values
+    some = torch.nonzero(lengths)[:, 0]
+    paid[some, lengths[some] - 1] = rewards[some]
+    advantages, returns = gae(paid, grid, mask, gamma, lam)
+    return advantages[mask], returns[mask]
+
+
+def whiten(values: Tensor, mask: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """`(x - mean) / sqrt(var + 1e-8)` with mean and unbiased variance over the mask; 0 outside it and where there is no spread.
 
     Args:
         values: float32, any shape.
         mask: the same shape.
+        group: ranks that hold the rest of the values; None: all of them are here.
     """
-    count = mask.sum()
+    count = _total(mask.sum(), group)
     if count < 2:
         return torch.zeros_like(values)
-    mean = (values * mask).sum() / count
-    variance = ((values - mean).square() * mask).sum() / (count - 1)
+    mean = (_total((values * mask).sum(), group) / count).to(values.dtype)
+    variance = (_total(((values - mean).square() * mask).sum(), group) / (count - 1)).to(values.dtype)
     return (values - mean) * torch.rsqrt(variance + 1e-8) * mask
+
+
+def explained(values: Tensor, returns: Tensor, group: dist.ProcessGroup | None = None) -> float:
+    """Share of the returns' variance that the values explain: 1 is perfect, 0 no better than the mean; 0 without variance.
+
+    Args:
+        values, returns: [tokens] float32.
+        group: as in `whiten`.
+    """
+    count = _total(torch.tensor(len(returns)), group).clamp(min=1)
+    mean = _total(returns.sum(), group) / count
+    spread = _total((returns - mean).square().sum(), group)
+    return float(1 - _total((returns - values).square().sum(), group) / spread) if spread > 0 else 0.0
+
+
+def _total(part: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[] float64, the sum over the ranks of `group`."""
+    if group is None:
+        return part.double()
+    from miles_hpc.device import device
+
+    whole = part.double().to(device())
+    dist.all_reduce(whole, group=group)
+    return whole.to(part.device)
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:

@@ -29,6 +29,7 @@ def test_good_files_pass_without_importing_user_code(toml):
         ("data.eval=empty.jsonl", DataError, "empty"),
         ("data.prompts=.", DataError, "a folder, not a file"),
         ("model.path=nope", ModelError, "no Hugging Face checkpoint"),
+        ("train.teacher=nope", ModelError, r"(?s)no Hugging Face checkpoint.*train\.teacher"),
     ],
 )
 def test_what_is_missing_is_named(toml, override, error, said):

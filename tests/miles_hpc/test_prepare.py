@@ -146,3 +146,17 @@ def test_bad_demonstrations(tmp_path: Path, returned: str) -> None:
     (tmp_path / f"{name}.py").write_text(f"def show(seed, count):\n    return {returned}\n")
     with pytest.raises(EdgeError, match=r"warm_start.data must return"):
         prepare.check_demonstrations(run(tmp_path, warm_start={"data": f"{name}:show", "steps": 1}))
+
+
+def test_a_teacher_must_read_the_policys_tokens(tmp_path: Path, model_folder: Path) -> None:
+    teacher = tmp_path / "teacher"
+    plan = run(tmp_path, model={"path": str(model_folder)}, train={"lr": 0.1, "teacher": str(teacher), "advantage": "none"})
+    with pytest.raises(ModelError, match="cannot be read") as caught:
+        prepare.prepare(plan, RunPaths(tmp_path / "run"))
+    assert str(teacher) in caught.value.where
+    shutil.copytree(model_folder, teacher)
+    prepare.prepare(plan, RunPaths(tmp_path / "run"))
+    text = (teacher / "tokenizer.json").read_text()
+    (teacher / "tokenizer.json").write_text(text.replace('"<unk>"', '"<unknown>"'))
+    with pytest.raises(ModelError, match="the teacher's tokenizer is not the policy's"):
+        prepare.prepare(plan, RunPaths(tmp_path / "run"))

@@ -14,12 +14,18 @@ LAYOUTS = {
     "moe_data": ("moe", {}),
     "expert": ("moe", {"expert_parallel": 2}),
     "expert_tensor": ("moe", {"expert_parallel": 2, "tensor_parallel": 2}),
+    "critic": ("moe", {"expert_parallel": 2, "advantage": "gae", "critic_lr": 1e-3, "value_clip": 9.0}),
+    "critic_tensor": ("llama", {"tensor_parallel": 2, "advantage": "gae", "critic_lr": 1e-3, "teacher": "moe"}),
     "sequence_mean": ("qwen3", {"loss_mean": "sequence", "kl_coef": 0.1, "mini_batches": 1}),
 }
 STEPS = 3
 
 
-RESHARDED = {"tensor": ("qwen3", {"tensor_parallel": 2}), "moe_data": ("moe", {})}
+RESHARDED = {
+    "tensor": ("qwen3", {"tensor_parallel": 2}),
+    "moe_data": ("moe", {}),
+    "critic": ("llama", {"tensor_parallel": 2, "advantage": "gae"}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +37,7 @@ def folder(tmp_path_factory):
 def two(models, saved_by_one, folder):
     """All that needs two ranks, in one pair of processes."""
     jobs = [
-        {"name": name, "model": str(models[family]), "config": _settings(train), "steps": STEPS}
+        {"name": name, "model": str(models[family]), "config": _settings(train, models), "steps": STEPS}
         for name, (family, train) in LAYOUTS.items()
     ]
     for name, (family, train) in RESHARDED.items():
@@ -47,9 +53,9 @@ def two(models, saved_by_one, folder):
 def saved_by_one(models, folder):
     """Checkpoints of one process after a step, and what its next step gives."""
     results = {}
-    for name, (family, _) in RESHARDED.items():
+    for name, (family, train) in RESHARDED.items():
         (folder / f"one_{name}").mkdir()
-        with trainer(config(**_settings({})), models[family], folder / f"{name}.store") as made:
+        with trainer(config(**_alone(train)), models[family], folder / f"{name}.store") as made:
             run_steps(made, 1)
             made.save(folder / f"one_{name}", {})
             results[name] = run_steps(made, 1)
@@ -62,14 +68,18 @@ def one(models, tmp_path_factory):
     scratch = tmp_path_factory.mktemp("one")
     results = {}
     for name, (family, train) in LAYOUTS.items():
-        alone = {k: v for k, v in _settings(train).items() if not k.endswith("_parallel")}
-        with trainer(config(**alone), models[family], scratch / name) as made:
+        with trainer(config(**_alone(train, models)), models[family], scratch / name) as made:
             results[name] = run_steps(made, STEPS)
     return results
 
 
-def _settings(train):
-    return {"mini_batches": 2, "micro_batch_tokens": 96, "lr": 1e-3} | train
+def _settings(train, models=None):
+    teacher = {"teacher": str(models[train["teacher"]])} if "teacher" in train else {}
+    return {"mini_batches": 2, "micro_batch_tokens": 96, "lr": 1e-3} | train | teacher
+
+
+def _alone(train, models=None):
+    return {k: v for k, v in _settings(train, models).items() if not k.endswith("_parallel")}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -80,6 +90,8 @@ def test_two_ranks_give_the_losses_of_one(name, one, two):
             for key in ("loss", "entropy", "kl", "logp_abs_diff_max", "logp_abs_diff_mean"):
                 assert found[f"train/{key}"] == pytest.approx(expected[f"train/{key}"], abs=1e-5), key
             assert found["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-4)
+            for key in {"value_loss", "value_explained", "teacher_kl"} & {k.removeprefix("train/") for k in expected}:
+                assert found[f"train/{key}"] == pytest.approx(expected[f"train/{key}"], rel=1e-3, abs=1e-5), key
             for key in ("tokens", "trained_tokens", "optimizer_steps", "lr"):
                 assert found[f"train/{key}"] == expected[f"train/{key}"]
 
@@ -115,7 +127,8 @@ def test_a_checkpoint_of_one_rank_resumes_in_two(name, saved_by_one, two):
 
 @pytest.mark.parametrize("name", RESHARDED)
 def test_a_checkpoint_of_two_ranks_resumes_in_one(name, models, two, folder, tmp_path):
-    with trainer(config(**_settings({})), models[RESHARDED[name][0]], tmp_path / "store") as made:
+    family, train = RESHARDED[name]
+    with trainer(config(**_alone(train)), models[family], tmp_path / "store") as made:
         made.load(folder / f"two_{name}")
         for key, tensor in made.weights():
             assert torch.equal(tensor, two[f"save_{name}"][0]["weights"][key]), key
