@@ -19,12 +19,16 @@ Series = Callable[[Mapping[str, list[str]], Mapping[str, str]], dict[str, dict]]
 
 @pytest.fixture(scope="module")
 def series(tmp_path_factory: pytest.TempPathFactory) -> Series:
-    """Run the arithmetic example with overrides; `warm` names the run whose warm start another one takes over."""
+    """Run the arithmetic example with overrides; `warm` names the run whose warm start another one takes over.
+
+    `{folder}` in an override is where the runs lie, those of earlier calls too.
+    """
+    folder = tmp_path_factory.mktemp("series")
 
     def run(runs: Mapping[str, list[str]], warm: Mapping[str, str]) -> dict[str, dict]:
-        folder = tmp_path_factory.mktemp("series")
         for name, overrides in runs.items():
-            plan = config.load(EXAMPLE, [*overrides, f"run.name={name}", f"run.folder={folder / name}"])
+            changes = [text.replace("{folder}", str(folder)) for text in overrides]
+            plan = config.load(EXAMPLE, [*changes, f"run.name={name}", f"run.folder={folder / name}"])
             paths = RunPaths(folder / name)
             paths.folder.mkdir()
             paths.config.write_text(config.dump(plan))
