@@ -13,7 +13,7 @@ from pathlib import Path
 
 from miles_hpc import config as configuration
 from miles_hpc import verdicts
-from miles_hpc.launchers import controller, evidence, verdict
+from miles_hpc.launchers import controller, evidence, policy, verdict
 from miles_hpc.launchers.evidence import Evidence
 from miles_hpc.launchers.verdict import Attempt, Situation
 from miles_hpc.paths import RunPaths
@@ -27,7 +27,7 @@ def begin(run: Path) -> str | None:
     paths = RunPaths(run)
     _close_last(paths)
     situation = situation_of(paths)
-    if situation.history and (action := verdict.decide(situation)) in ("done", "stop"):
+    if situation.history and (action := _decide(paths, situation)) in ("done", "stop"):
         _say(paths, situation.history[-1].number, action)
         return None
     number = max(paths.attempt_numbers(), default=0) + 1
@@ -62,11 +62,15 @@ def end(run: Path, attempt: int, code: int, signal: str) -> str:
     elif (kind := evidence.refine(found.kind, seen)) != found.kind:
         verdict.rename(paths, attempt, kind)
     situation = situation_of(paths, seen.job_state)
-    action = verdict.decide(situation)
+    action = _decide(paths, situation)
     _say(paths, attempt, action)
     if action == "restart":
         time.sleep(verdict.pause_before_restart(situation.history))
     return action
+
+
+def _decide(paths: RunPaths, situation: Situation) -> str:
+    return policy.decide(situation, configuration.read(paths.config))
 
 
 def gather(paths: RunPaths, attempt: int, code: int, signal: str) -> Evidence:

@@ -24,7 +24,7 @@ LENGTHS = (2, 3)
 
 
 def check(config: Config) -> None:
-    """Call group rewards, filters, advantage, loss and hooks.
+    """Call group rewards, filters, advantage, loss, hooks and failure policy.
 
     Raises:
         EdgeError: one of them cannot be used.
@@ -35,6 +35,8 @@ def check(config: Config) -> None:
     Judge.of(config)(_group(config))
     if any(map(is_edge, (config.train.advantage, config.train.loss))) or _hooks(config):
         _check_training(config)
+    if config.slurm.failure_policy:
+        _check_failure_policy(config)
 
 
 def check_reward(config: Config, row: Row, text: str) -> None:
@@ -72,7 +74,8 @@ def check_generate(config: Config, row: Row, text: str, tokenizer: Any) -> None:
 
 
 def _hooks(config: Config) -> bool:
-    return any((config.train.step_hook, config.train.optimizer_hook, config.train.metrics))
+    train = config.train
+    return any((train.step_hook, train.optimizer_hook, train.metrics, train.metric_reducer))
 
 
 def _check_training(config: Config) -> None:
@@ -84,9 +87,17 @@ def _check_training(config: Config) -> None:
     advantages = advantage_of(config)(samples, size)
     hooks = Hooks.of(config)
     hooks.hyperparameters(0, AdamW(config.train.lr))
-    hooks.metrics(samples, advantages, size)
+    hooks.shown(0, {"reward/mean": 0.5} | hooks.metrics(samples, advantages, size))
     hooks.step("check", 0, {})
     _check_loss(config)
+
+
+def _check_failure_policy(config: Config) -> None:
+    """With a run whose first attempt lost a rank after ten steps."""
+    from miles_hpc.launchers import policy
+    from miles_hpc.launchers.verdict import Attempt, Situation
+
+    policy.ask(Situation((Attempt(1, "rank_died", -1, 10),), config.slurm.max_restarts), "restart", config)
 
 
 def _check_loss(config: Config) -> None:

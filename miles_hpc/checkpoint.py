@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from miles_hpc.archive import Archive
 from miles_hpc.durable import fsync
 from miles_hpc.errors import CheckpointError, ModelError
 from miles_hpc.paths import RunPaths
@@ -46,16 +47,19 @@ class Checkpoints:
         keep: newest ones kept.
         barrier: returns when all training ranks have called it.
         leads: True on the first training rank, which alone renames and removes.
+        archive: the user's store, on the first training rank if there is one.
     """
 
-    def __init__(self, paths: RunPaths, keep: int, barrier: Callable[[], None], leads: bool) -> None:
-        self.paths, self.keep, self.barrier, self.leads = paths, keep, barrier, leads
+    def __init__(
+        self, paths: RunPaths, keep: int, barrier: Callable[[], None], leads: bool, archive: Archive | None = None
+    ) -> None:
+        self.paths, self.keep, self.barrier, self.leads, self.archive = paths, keep, barrier, leads, archive
 
     def save(self, state: State, version: int) -> None:
         """Save `state` as version `version`, then remove all but the newest `keep`; collective.
 
         Raises:
-            CheckpointError: the folder cannot be written.
+            CheckpointError: the folder cannot be written. EdgeError: the archive refused it.
         """
         folder = self.paths.checkpoint(version)
         partial = folder.with_name(f".{folder.name}.partial")
@@ -76,6 +80,8 @@ class Checkpoints:
             if (refused := _refused(error, partial, folder)) is error:
                 raise
             raise refused from error
+        if self.archive:
+            self.archive.put(version)
         self.barrier()
 
     def resume(self, state: State) -> int | None:
@@ -87,8 +93,11 @@ class Checkpoints:
             Its version, or None if there is none.
 
         Raises:
-            ModelError: it is of another model.
+            ModelError: it is of another model. EdgeError: the archive failed.
         """
+        if self.archive:
+            self.archive.fetch()
+        self.barrier()
         for folder in state.gather(list(_newest_first(self.paths.checkpoints)))[0]:
             # The same answer on every rank: a shared file system may show a file to one and not yet to another.
             problem = next((p for p in state.gather(_problem(folder, state)) if p), "")

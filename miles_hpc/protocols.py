@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from miles_hpc.launchers.verdict import Situation
     from miles_hpc.rollout.conversation import Voice
     from miles_hpc.sample import Sample
     from miles_hpc.samples.schema import Samples
@@ -117,6 +118,53 @@ class Metrics(Protocol):
     def __call__(self, samples: "Samples", advantages: "np.ndarray", group_size: int) -> Mapping[str, float]: ...
 
 
+class MetricReducer(Protocol):
+    """Says what TensorBoard shows of a step: drops, renames, sums up or smooths. Called on the first training rank.
+
+    It gets all figures of the step, those of `train.metrics` and `seconds/<phase>` among them. events.jsonl keeps the original
+    ones, since `report` and `audit` count on them.
+    """
+
+    def __call__(self, step: int, figures: Mapping[str, float]) -> Mapping[str, float]: ...
+
+
+class CheckpointStore(Protocol):
+    """Where checkpoints are kept beside the run folder. A version appears whole or not at all."""
+
+    def versions(self) -> Sequence[int]:
+        """Those that are there, in any order."""
+
+    def put(self, version: int, folder: Path) -> None:
+        """Copy a finished checkpoint; one of the same version is replaced."""
+
+    def get(self, version: int, folder: Path) -> None:
+        """Copy a checkpoint back into an empty folder."""
+
+    def remove(self, version: int) -> None:
+        """Forget one; called for all but the newest `checkpoint.keep`."""
+
+
+class CheckpointBackend(Protocol):
+    """Gives a store with the methods `versions()`, `put(version, folder)`, `get(version, folder)`, `remove(version)`.
+
+    Called on the first training rank of every attempt. A checkpoint is put there after it is complete in the run folder, and
+    fetched from there if the run folder has none as new; its sums are checked as always.
+    """
+
+    def __call__(self, run: Path) -> CheckpointStore: ...
+
+
+class FailurePolicy(Protocol):
+    """Says what follows a failed attempt: `restart` (in the same allocation), `requeue` or `stop`; `default` is what would.
+
+    Called on the batch host, also before the first attempt of a requeued job: it must depend on its arguments alone, and must
+    say `stop` at some point. `situation.history` has number, kind, first_step and last_step of every attempt; the last one
+    counts. It is not asked about a run that is done or was cancelled. If it fails, that is in job.log and the default applies.
+    """
+
+    def __call__(self, situation: "Situation", default: str) -> str: ...
+
+
 @dataclass(frozen=True)
 class Edge:
     """One row of the table."""
@@ -153,6 +201,9 @@ EDGES: dict[str, Edge] = {
     "train.step_hook": Edge(StepHook, "none"),
     "train.optimizer_hook": Edge(OptimizerHook, "none"),
     "train.metrics": Edge(Metrics, "none"),
+    "train.metric_reducer": Edge(MetricReducer, "every figure is shown"),
+    "checkpoint.backend": Edge(CheckpointBackend, "the run folder alone"),
+    "slurm.failure_policy": Edge(FailurePolicy, "restart faults, requeue lost allocations, stop at user errors"),
 }
 """By configuration key."""
 

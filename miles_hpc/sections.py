@@ -189,6 +189,8 @@ class Train(Section):
     """Function `(step: int, values: AdamW) -> AdamW`: hyperparameters of the step, such as a schedule of `lr`."""
     metrics: Edge | Literal[""] = ""
     """Function `(samples: Samples, advantages, group_size: int) -> dict[str, float]`, added to the step's figures."""
+    metric_reducer: Edge | Literal[""] = ""
+    """Function `(step: int, figures: dict[str, float]) -> dict[str, float]`: what TensorBoard shows of a step's figures."""
     tensor_parallel: PositiveInt = 1
     """Ranks that share each layer."""
     expert_parallel: PositiveInt = 1
@@ -218,6 +220,8 @@ class Checkpoint(Section):
     """Save every n steps, and after the last."""
     keep: PositiveInt = 2
     """Newest checkpoints kept."""
+    backend: Edge | Literal[""] = ""
+    """Function `(run: Path) -> CheckpointStore`: a store of your own where checkpoints are kept beside the run folder."""
 
 
 class Component(Section):
@@ -258,6 +262,8 @@ class Slurm(Section):
     """Seconds before the time limit at which every rank gets USR2, saves and ends; Slurm may send it a minute early."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """Attempts after the first before the run stops."""
+    failure_policy: Edge | Literal[""] = ""
+    """Function `(situation: Situation, default: str) -> str`: what follows a failed attempt: restart, requeue or stop."""
     setup: list[str] = []
     """Shell lines run before the ranks start, such as module loads."""
     train: Component = Component()

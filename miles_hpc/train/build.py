@@ -4,6 +4,7 @@ import logging
 import os
 import warnings
 
+from miles_hpc.archive import Archive
 from miles_hpc.checkpoint import Checkpoints
 from miles_hpc.config import Config
 from miles_hpc.heartbeat import Heartbeat
@@ -27,7 +28,8 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
     folder = paths.model_of(config)
     trainer = Trainer(config, folder, world.role_rank, world.role_size, _store(world, seconds))
     sender = Sender(world, trainer, folder, heartbeat, seconds, config.run.numerics == "exact")
-    checkpoints = Checkpoints(paths, config.checkpoint.keep, world.role_barrier, world.leads)
+    archive = Archive.of(config, paths) if world.leads else None
+    checkpoints = Checkpoints(paths, config.checkpoint.keep, world.role_barrier, world.leads, archive)
     return TrainRole(config, paths, world, attempt, trainer, checkpoints, Clock(heartbeat), sender, seconds)
 
 

@@ -1,4 +1,4 @@
-"""Users' functions around a training step: `train.step_hook`, `train.metrics`, `train.optimizer_hook`."""
+"""Users' functions around a training step: `train.step_hook`, `metrics`, `metric_reducer`, `optimizer_hook`."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -20,6 +20,7 @@ class Hooks:
     step_hook: Callable[..., Any] | None = None
     metric_function: Callable[..., Any] | None = None
     optimizer_hook: Callable[..., Any] | None = None
+    metric_reducer: Callable[..., Any] | None = None
 
     @classmethod
     def of(cls, config: Config) -> "Hooks":
@@ -29,6 +30,7 @@ class Hooks:
             "train.step_hook": train.step_hook,
             "train.metrics": train.metrics,
             "train.optimizer_hook": train.optimizer_hook,
+            "train.metric_reducer": train.metric_reducer,
         }
         return cls(*(attach.attach(config, key, name) if name else None for key, name in names.items()))
 
@@ -42,13 +44,14 @@ class Hooks:
         if not self.metric_function:
             return {}
         found = edges.call(self.metric_function, samples, advantages, group_size, key="train.metrics")
-        try:
-            figures = {str(name): float(value) for name, value in found.items()}
-        except (AttributeError, TypeError, ValueError):
-            figures = {"": math.nan}
-        if not all(map(math.isfinite, figures.values())):
-            raise edges.wrong("train.metrics", self.metric_function, "a mapping of names to finite numbers", found)
-        return figures
+        return _figures(found, "train.metrics", self.metric_function)
+
+    def shown(self, step: int, figures: Mapping[str, float]) -> dict[str, float]:
+        """What TensorBoard gets of a step. Raises: EdgeError if they are no finite numbers by name."""
+        if not self.metric_reducer:
+            return dict(figures)
+        found = edges.call(self.metric_reducer, step, dict(figures), key="train.metric_reducer")
+        return _figures(found, "train.metric_reducer", self.metric_reducer)
 
     def hyperparameters(self, step: int, values: AdamW) -> AdamW:
         """What the optimizer uses in a step. Raises: EdgeError if the hook returned something else."""
@@ -58,3 +61,14 @@ class Hooks:
         if not isinstance(found, AdamW) or not all(isinstance(value, int | float) and math.isfinite(value) for value in found):
             raise edges.wrong("train.optimizer_hook", self.optimizer_hook, "an AdamW of finite numbers", found)
         return found
+
+
+def _figures(found: Any, key: str, function: Callable[..., Any]) -> dict[str, float]:
+    """Raises: EdgeError."""
+    try:
+        figures = {str(name): float(value) for name, value in found.items()}
+    except (AttributeError, TypeError, ValueError):
+        figures = {"": math.nan}
+    if not all(map(math.isfinite, figures.values())):
+        raise edges.wrong(key, function, "a mapping of names to finite numbers", found)
+    return figures

@@ -129,7 +129,8 @@ class TrainRole:
         self.figures |= {"speed/train_tokens_per_s": trained, "speed/rollout_tokens_per_s": generated}
         now = time.monotonic()
         total, self.mark = now - self.mark, now
-        self.board.scalars(step, self.figures | {f"seconds/{phase}": value for phase, value in seconds.items()})
+        everything = self.figures | {f"seconds/{phase}": value for phase, value in seconds.items()}
+        self.board.scalars(step, self.hooks.shown(step, everything))
         self._event("step", step=step, metrics=self.figures, phase_seconds=seconds, seconds=total)
         self.figures = {}
 

@@ -311,7 +311,7 @@ class Trainer:
         common = state.read_common(folder)
         if self.config.kl_coef > 0 and common["has_reference"]:
             self.reference = self._policy()
-        if self.config.advantage == "gae" and common["has_critic"]:
+        if self.config.advantage == "gae" and common.get("has_critic"):
             self.critic = self._critic()
         return state.load(folder, self._held)
 

@@ -1,6 +1,7 @@
 """`begin` and `end` as the batch script calls them, outside Slurm."""
 
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -163,3 +164,62 @@ def test_a_rank_that_saved_and_ended_before_another_was_killed_is_preempted(path
     paths.hosts(1).write_text("t0\nr0\n")
     paths.launcher_log(1).write_text("srun: error: r0: task 0: Killed\n")
     assert batch.end(paths.folder, 1, 143, "none") == "requeue"
+
+
+POLICY = """
+def patient(situation, default):
+    print("noise on stdout")
+    again = situation.history[-1].kind == "diverged" and len(situation.history) < 3
+    return "restart" if again else default
+
+def breaks(situation, default):
+    return situation.history[9]
+
+def nonsense(situation, default):
+    return "later"
+"""
+
+
+@pytest.fixture
+def policy(paths, launch_config, tmp_path, monkeypatch):
+    """Name a failure policy in the run's configuration."""
+    monkeypatch.setattr("sys.path", list(sys.path))
+    (tmp_path / "batch_policy.py").write_text(POLICY)
+
+    def name(function: str) -> None:
+        slurm = launch_config.slurm.model_copy(update={"failure_policy": f"batch_policy:{function}"})
+        run = launch_config.run.model_copy(update={"edges_folder": str(tmp_path)})
+        paths.config.write_text(configuration.dump(launch_config.model_copy(update={"slurm": slurm, "run": run})))
+
+    return name
+
+
+def test_a_failure_policy_has_the_last_word(paths, policy, capsys):
+    policy("patient")
+    for attempt, action in ((1, "restart"), (2, "restart"), (3, "stop")):
+        assert batch.begin(paths.folder) == f"{attempt:03d}"
+        assert end(paths, attempt, kind="diverged") == action
+    assert batch.begin(paths.folder) is None
+    said = capsys.readouterr()
+    assert said.out == "" and "noise on stdout" in said.err
+
+
+@pytest.mark.parametrize(
+    ("function", "said"), [("breaks", "IndexError"), ("nonsense", "must return one of restart, requeue, stop")]
+)
+def test_a_failure_policy_that_fails_is_named_and_the_default_applies(paths, policy, function, said, capsys):
+    policy(function)
+    batch.begin(paths.folder)
+    assert end(paths, 1, kind="rank_died") == "restart"
+    told = capsys.readouterr().err
+    assert said in told and "batch_policy.py:" in told and "slurm.failure_policy has no say this time: restart" in told
+
+
+def test_a_failure_policy_is_not_asked_about_what_is_done_or_cancelled(paths, policy, monkeypatch, capsys):
+    policy("breaks")
+    batch.begin(paths.folder)
+    assert end(paths, 1, code=0, kind="done") == "done"
+    monkeypatch.setattr(batch, "_end_of_job", lambda paths, attempt: "CANCELLED")
+    paths.attempt(1).joinpath("verdict.json").unlink()
+    assert end(paths, 1, signal="TERM") == "stop"
+    assert "no say" not in capsys.readouterr().err

@@ -51,6 +51,13 @@ def decay(step, values):
 
 def figures(samples, advantages, group_size):
     return {"mine/groups": len(samples) / group_size}
+
+def only_mine(step, figures):
+    return {name: value for name, value in figures.items() if name.startswith("mine/")}
+
+def patient(situation, default):
+    print("asked about", situation.history[-1].kind)
+    return "restart" if situation.history[-1].kind == "user_error" and len(situation.history) < 3 else default
 """
 
 # As in the documentation of Miles and slime: customisation of reward, dynamic filter and reward post-processing.
@@ -98,7 +105,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def config(folder: Path, rollout: dict[str, Any] | None = None, **train: Any) -> Config:
+def config(folder: Path, rollout: dict[str, Any] | None = None, slurm: dict[str, Any] | None = None, **train: Any) -> Config:
     fields = {"prompts_per_step": 2, "samples_per_prompt": 4, "max_new_tokens": 4} | (
         rollout or {"reward": "native_edges:score"}
     )
@@ -109,6 +116,7 @@ def config(folder: Path, rollout: dict[str, Any] | None = None, **train: Any) ->
             "data": {"prompts": "p.jsonl"},
             "rollout": fields,
             "train": {"lr": 0.1} | train,
+            "slurm": slurm or {},
         }
     )
 
@@ -146,9 +154,11 @@ def test_native_edges_of_every_kind(folder: Path, capsys: pytest.CaptureFixture[
         "filters": [{"function": "native_edges:few", "options": {"least": 2}}],
     }
     edges = {"advantage": "signs", "loss": "loss", "step_hook": "hook", "optimizer_hook": "decay", "metrics": "figures"}
-    made = config(folder, rollout, **{key: f"native_edges:{name}" for key, name in edges.items()})
+    edges |= {"metric_reducer": "only_mine"}
+    slurm = {"failure_policy": "native_edges:patient"}
+    made = config(folder, rollout, slurm, **{key: f"native_edges:{name}" for key, name in edges.items()})
     assert {key for key, _, _ in protocols.named(made)} == {
-        "rollout.reward", "rollout.group_reward", "rollout.filters", *(f"train.{key}" for key in edges)
+        "rollout.reward", "rollout.group_reward", "rollout.filters", *(f"train.{key}" for key in edges), "slurm.failure_policy"
     }  # fmt: skip
     checks.check_files(submittable(made, "native_edges:loss"))
     calls.check(made)
@@ -156,6 +166,7 @@ def test_native_edges_of_every_kind(folder: Path, capsys: pytest.CaptureFixture[
     assert Judge.of(made)(group(1, 3, 2, 0)).refusal == "few"
     assert Judge.of(made)(group(1, 3, 3, 0)).rewards == [0, 1, 1, 0]
     assert Hooks.of(made).hyperparameters(1, AdamW(0.5)).lr == 0.25
+    assert Hooks.of(made).shown(0, {"mine/groups": 2.0, "reward/mean": 0.5}) == {"mine/groups": 2.0}
 
 
 def test_foreign_rewards(folder: Path) -> None:
@@ -203,6 +214,10 @@ BAD = [
     ("train.step_hook", "def f(event, step, facts): raise ValueError('no')", "ValueError: no"),
     ("train.optimizer_hook", "def f(step, values): return 0.1", "an AdamW"),
     ("train.metrics", "def f(samples, advantages, group_size): return 3", "a mapping of names"),
+    ("train.metric_reducer", "def f(step, figures): return [1.0]", "a mapping of names"),
+    ("slurm.failure_policy", "def f(situation, default): return 'again'", "one of restart, requeue, stop"),
+    ("slurm.failure_policy", "def f(situation): return 'stop'", "called with"),
+    ("slurm.failure_policy", "def f(situation, default): raise OSError('quota')", "OSError: quota"),
 ]
 
 
@@ -213,23 +228,23 @@ def test_what_is_wrong_with_an_edge_shows_before_the_start(folder: Path, key: st
     section, _, field = key.partition(".")
     value: Any = [{"function": f"{name}:f"}] if field == "filters" else f"{name}:f"
     rollout = {"reward": "native_edges:score"} | ({field: value} if section == "rollout" else {})
-    made = config(folder, rollout, **({field: value} if section == "train" else {}))
+    slurm = {field: value} if section == "slurm" else {}
+    made = config(folder, rollout, slurm, **({field: value} if section == "train" else {}))
     with pytest.raises(EdgeError) as caught:
         calls.check(made)
         calls.check_reward(made, Row("p", "4"), "p")
     assert key in str(caught.value) and (what in str(caught.value) or key == "train.loss"), caught.value
 
 
-@pytest.mark.parametrize("key", ["rollout.filters", "rollout.rewards", "train.loss", "train.step_hook"])
+@pytest.mark.parametrize("key", ["rollout.filters", "rollout.rewards", "train.loss", "slurm.failure_policy"])
 def test_the_login_node_finds_misspelt_names_without_importing(folder: Path, key: str) -> None:
     (folder / "native_edges.py").write_text("raise RuntimeError('imported')\ndef score(): ...")
     section, _, field = key.partition(".")
     part = {"function": "native_edges:scor"} | ({"name": "a"} if field == "rewards" else {})
     value: Any = [part] if field in ("filters", "rewards") else "native_edges:scor"
     rollout = {} if field == "rewards" else {"reward": "native_edges:score"}
-    made = config(
-        folder, rollout | ({field: value} if section == "rollout" else {}), **({field: value} if section == "train" else {})
-    )
+    sections = {name: {field: value} if section == name else {} for name in ("rollout", "slurm", "train")}
+    made = config(folder, rollout | sections["rollout"], sections["slurm"], **sections["train"])
     with pytest.raises(EdgeError, match="did you mean score") as caught:
         checks.check_files(submittable(made, "native_edges:score"))
     assert key in str(caught.value)

@@ -1,0 +1,78 @@
+"""`checkpoint.backend`: a place of the user's own where checkpoints are kept beside the run folder.
+
+Every checkpoint is written into the run folder first, whole, with its manifest; then the first training rank puts it into the
+backend. A resume fetches a newer one from there if the run folder has lost its own (scratch file systems are purged).
+"""
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+from miles_hpc import edges
+from miles_hpc.attach import attach
+from miles_hpc.config import Config
+from miles_hpc.paths import RunPaths
+
+KEY = "checkpoint.backend"
+METHODS = {"versions": (), "put": ("version", "folder"), "get": ("version", "folder"), "remove": ("version",)}
+
+
+class Archive:
+    """The user's store, its answers checked. Used by the first training rank alone.
+
+    Args:
+        paths: of the run.
+        store: what the backend function returned, see `protocols.CheckpointStore`.
+        keep: newest versions kept in it.
+    """
+
+    def __init__(self, paths: RunPaths, store: Any, keep: int) -> None:
+        self.paths, self.store, self.keep = paths, store, keep
+
+    @classmethod
+    def of(cls, config: Config, paths: RunPaths) -> "Archive | None":
+        """The named one, None without.
+
+        Raises:
+            EdgeError: the function cannot be loaded, raised, or returned no store.
+        """
+        name = config.checkpoint.backend
+        if not name:
+            return None
+        function = attach(config, KEY, name)
+        store = edges.call(function, paths.folder, key=KEY)
+        for method, arguments in METHODS.items():
+            if not callable(getattr(store, method, None)):
+                raise edges.wrong(KEY, function, f"an object with the methods {', '.join(METHODS)}", store)
+            edges.check_signature(getattr(store, method), f"{name}.{method}", KEY, arguments)
+        return cls(paths, store, config.checkpoint.keep)
+
+    def put(self, version: int) -> None:
+        """Store the checkpoint of `version`, then remove all but the newest `keep`. Raises: EdgeError."""
+        self._call(self.store.put, version, self.paths.checkpoint(version))
+        for old in self.versions()[: -self.keep]:
+            self._call(self.store.remove, old)
+
+    def fetch(self) -> None:
+        """Bring the newest version into the run folder if that has none as new. Raises: EdgeError."""
+        stored = self.versions()
+        here = [int(p.name.removeprefix("step-")) for p in self.paths.checkpoints.glob("step-*")]
+        if not stored or max(here, default=-1) >= stored[-1]:
+            return
+        folder = self.paths.checkpoint(stored[-1])
+        partial = folder.with_name(f".{folder.name}.fetched")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        self._call(self.store.get, stored[-1], partial)
+        partial.rename(folder)
+
+    def versions(self) -> list[int]:
+        """Ascending. Raises: EdgeError."""
+        found = self._call(self.store.versions)
+        try:
+            return sorted(int(version) for version in found)
+        except (TypeError, ValueError):
+            raise edges.wrong(f"{KEY} versions()", self.store.versions, "a list of whole numbers", found) from None
+
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        return edges.call(method, *arguments, key=f"{KEY} {getattr(method, '__name__', '')}()")
