@@ -4,6 +4,7 @@ Import errors, signatures, exceptions and return values become EdgeErrors that n
 """
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from miles_hpc.config import Config, is_edge
 from miles_hpc.data import Row
 from miles_hpc.errors import EdgeError
 from miles_hpc.rollout.conversation import Voice, converse
+from miles_hpc.rollout.ensemble import Choir, perform
 from miles_hpc.rollout.judge import Judge
 from miles_hpc.rollout.request import Output, Request
 from miles_hpc.rollout.reward import Reward
@@ -30,8 +32,9 @@ def check(config: Config) -> None:
         EdgeError: one of them cannot be used.
     """
     Reward.of(config)
-    if config.rollout.generate:
-        attach(config, "rollout.generate", config.rollout.generate)
+    for key, name in {"rollout.generate": config.rollout.generate, "rollout.function": config.rollout.function}.items():
+        if name:
+            attach(config, key, name)
     Judge.of(config)(_group(config))
     if any(map(is_edge, (config.train.advantage, config.train.loss))) or _hooks(config):
         _check_training(config)
@@ -54,23 +57,35 @@ def check_reward(config: Config, row: Row, text: str) -> None:
 
 
 def check_generate(config: Config, row: Row, text: str, tokenizer: Any) -> None:
-    """Let the generate function answer the first prompt with an engine that says the prompt's first token twice, and stops.
+    """Let the generate or rollout function answer the first prompt with an engine that says its first token twice, and stops.
 
     Raises:
         EdgeError: it raised, or returned a sample that does not fit.
     """
-    if not config.rollout.generate:
+    rollout, longest = config.rollout, config.model.context_length
+    if not rollout.generate and not rollout.function:
         return
-    function = attach(config, "rollout.generate", config.rollout.generate)
     tokens = tokenizer(text)["input_ids"]
-    sample = Sample(group_index=0, index=0, prompt=text, tokens=tokens, label=row.label, metadata=dict(row.metadata))
 
     async def echo(asked: Request) -> Output:
         return Output([tokens[0]] * min(2, asked.max_new_tokens), [-1.0] * min(2, asked.max_new_tokens), True)
 
-    request = Request(tokens, 0, 0, config.rollout.max_new_tokens)
-    longest = config.model.context_length
-    asyncio.run(converse(function, sample, Voice(echo, request, tokenizer, longest), longest))
+    samples = [
+        Sample(group_index=0, index=i, prompt=text, tokens=list(tokens), label=row.label, metadata=dict(row.metadata))
+        for i in range(rollout.samples_per_prompt)
+    ]
+    requests = {(0, i): Request(tokens, 0, i, rollout.max_new_tokens) for i in range(len(samples))}
+    voices = {name: Voice(echo, request, tokenizer, longest) for name, request in requests.items()}
+    if rollout.generate:
+        function = attach(config, "rollout.generate", rollout.generate)
+        asyncio.run(converse(function, samples[0], voices[0, 0], longest))
+    else:
+        asyncio.run(_exhaust(perform(attach(config, "rollout.function", rollout.function), samples, Choir(voices), longest)))
+
+
+async def _exhaust(answers: AsyncIterator[Any]) -> None:
+    async for _ in answers:
+        pass
 
 
 def _hooks(config: Config) -> bool:

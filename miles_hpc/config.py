@@ -126,6 +126,8 @@ def _problems(c: Config) -> Iterable[str]:
 def _reward_problems(rollout: Rollout) -> Iterable[str]:
     if bool(rollout.reward) == bool(rollout.rewards) and not (rollout.group_reward and not rollout.reward):
         yield "one of rollout.reward, rollout.rewards and rollout.group_reward is needed, and not both of the first two"
+    if rollout.generate and rollout.function:
+        yield "rollout.generate and rollout.function both say how answers are made; only one can be"
     names = [part.name for part in rollout.rewards]
     if len(set(names)) < len(names):
         yield f"rollout.rewards has a name twice: {', '.join(names)}"

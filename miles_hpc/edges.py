@@ -67,12 +67,17 @@ def call(function: Callable[..., Any], *arguments: Any, key: str) -> Any:
 
 def wrong(key: str, function: Callable[..., Any], expected: str, got: Any) -> EdgeError:
     """The error for a return value of the wrong kind."""
+    what = f"{key} must return {expected}, got {type(got).__name__}: {_excerpt(got)}"
+    return EdgeError(what, where=place(function))
+
+
+def place(function: Callable[..., Any]) -> str:
+    """'file:line' where a function begins."""
     code = inspect.unwrap(function)
     try:
-        where = f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}"
+        return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}"
     except (OSError, TypeError):
-        where = repr(function)
-    return EdgeError(f"{key} must return {expected}, got {type(got).__name__}: {_excerpt(got)}", where=where)
+        return repr(function)
 
 
 def describe(error: BaseException) -> str:

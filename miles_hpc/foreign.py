@@ -195,7 +195,10 @@ def _generate(function: Callable[..., Any], args: SimpleNamespace) -> Callable[.
     async def generate(sample: Sample, engine: Any) -> Any:
         ENGINE.set(engine)
         settings = {"temperature": args.rollout_temperature, "max_new_tokens": engine.max_new_tokens}
-        return await function(args, sample, settings | {"top_p": 1.0, "top_k": -1})
+        answered = await function(args, sample, settings | {"top_p": 1.0, "top_k": -1})
+        if getattr(answered, "reward", None) is not None:
+            answered.reward = _numbers(answered.reward, args)
+        return answered
 
     return generate
 

@@ -5,7 +5,7 @@ an engine starts (`prepare.py`): what does not fit is a `user_error` that names 
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from miles_hpc.launchers.verdict import Situation
     from miles_hpc.rollout.conversation import Voice
+    from miles_hpc.rollout.ensemble import Choir
     from miles_hpc.sample import Sample
     from miles_hpc.samples.schema import Samples
     from miles_hpc.sections import Train
@@ -50,10 +51,22 @@ class Generate(Protocol):
     """Makes one answer in as many turns as it likes, by `await engine.generate(tokens)`; many run at a time in one thread.
 
     It gets the sample with its prompt and returns it with `tokens`, `response_length`, `rollout_log_probs`, `status`, and
-    `loss_mask` with 0 on tokens that are not the model's. `engine.tokenizer` and `engine.max_new_tokens` are at hand.
+    `loss_mask` with 0 on tokens that are not the model's. `engine.tokenizer` and `engine.max_new_tokens` are at hand. If it
+    sets `reward`, that is the reward and `rollout.reward` is not asked.
     """
 
     async def __call__(self, sample: "Sample", engine: "Voice") -> "Sample": ...
+
+
+class Rollout(Protocol):
+    """An async generator that answers all groups given, in any order and in any way (a search, a game of several answers), by
+    `await engine.generate(sample, tokens)`, and yields each group, as a list of its samples, when it is finished.
+
+    Samples come and go as those of `rollout.generate`. It is called once for an engine's share of a step, again for every
+    prompt that takes the place of a refused group, and for the evaluation with groups of one greedy sample.
+    """
+
+    def __call__(self, groups: "list[list[Sample]]", engine: "Choir") -> "AsyncIterator[list[Sample]]": ...
 
 
 class Reward(Protocol):
@@ -192,6 +205,7 @@ EDGES: dict[str, Edge] = {
     "data.eval": Edge(DataSource, "no evaluation"),
     "warm_start.data": Edge(Demonstrations, "no warm start"),
     "rollout.generate": Edge(Generate, "one answer by the engine", ("args", "sample", "sampling_params")),
+    "rollout.function": Edge(Rollout, "one answer by the engine"),
     "rollout.reward": Edge(Reward, "none: one of reward, rewards, group_reward", ("args", "sample")),
     "rollout.rewards": Edge(Reward, "none: one of reward, rewards, group_reward", ("args", "sample")),
     "rollout.group_reward": Edge(GroupReward, "none", ("args", "samples")),

@@ -96,6 +96,8 @@ class Rollout(Section):
     """Longest answer in tokens."""
     generate: Edge | Literal[""] = ""
     """Coroutine function `(sample: Sample, engine: Voice) -> Sample` for several turns and tools; empty: one answer."""
+    function: Edge | Literal[""] = ""
+    """Instead: async generator function `(groups: list[list[Sample]], engine: Choir)` that answers an engine's whole share."""
     reward: Edge | Literal[""] = ""
     """Function `(prompt, answer, label, metadata) -> float` or `-> dict` with a key `reward`."""
     rewards: list[RewardPart] = []

@@ -35,11 +35,12 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
     tokenizer = data.tokenizer_of(paths.model_of(config))
     prompts = data.load(config, "train", tokenizer)
     held_out = data.load(config, "eval", tokenizer) if config.data.eval else None
-    reward, judge, name = Reward.of(config), Judge.of(config), config.rollout.generate
-    talk = attach(config, "rollout.generate", name) if name else None
+    reward, judge, rollout = Reward.of(config), Judge.of(config), config.rollout
+    talk = attach(config, "rollout.generate", rollout.generate) if rollout.generate else None
+    whole = attach(config, "rollout.function", rollout.function) if rollout.function else None
     heartbeat.enter("engine start")
     engine.wait_ready()
-    generator = Generator(config, engine, prompts, reward, held_out, judge, talk)
+    generator = Generator(config, engine, prompts, reward, held_out, judge, talk, whole)
     receiver = Receiver(world, engine, config.rollout.tensor_parallel, backend(), heartbeat, seconds)
     outbox = Outbox(world, paths, attempt, seconds)
     return RolloutRole(config, paths, world, prompts, generator, receiver, outbox, Clock(heartbeat), seconds)

@@ -59,7 +59,7 @@ class Conversations:
     def __init__(
         self,
         flight: Flight,
-        function: Generate,
+        function: Callable[..., Any],
         describe: Callable[[Request], Sample],
         tokenizer: Any,
         longest: int,
@@ -84,11 +84,15 @@ class Conversations:
 
     def add(self, requests: Sequence[Request]) -> list[int]:
         """Begin conversations; returns their keys."""
+        keys = self._keys(requests)
+        for key, request in zip(keys, requests, strict=True):
+            asyncio.run_coroutine_threadsafe(self._talk(key, request), self._loop)
+        return keys
+
+    def _keys(self, requests: Sequence[Request]) -> list[int]:
         keys = list(range(self._count, self._count + len(requests)))
         self._count += len(requests)
         self.open |= dict(zip(keys, requests, strict=True))
-        for key, request in zip(keys, requests, strict=True):
-            asyncio.run_coroutine_threadsafe(self._talk(key, request), self._loop)
         return keys
 
     def next(self) -> tuple[int, Output]:
@@ -171,13 +175,22 @@ async def converse(function: Generate, sample: Sample, voice: Voice, longest: in
         found = await function(sample, voice)
     except Exception as error:
         raise EdgeError(f"{key} raised {edges.describe(error)}", where=edges.location(error)) from error
+    return checked(key, function, found, prompt, longest)
+
+
+def checked(key: str, function: Any, found: Any, prompt: list[int], longest: int) -> Output:
+    """The answer of a sample that `function` has finished.
+
+    Raises:
+        EdgeError: it does not fit.
+    """
     if problem := _problem(found, prompt, longest):
         raise edges.wrong(f"{key}: {problem};", function, "the sample with its answer", found)
     length = found.response_length
     mask = [1] * length if found.loss_mask is None else [int(flag) for flag in found.loss_mask]
     tokens = [int(token) for token in found.tokens[len(prompt) :]]
     log_probs = [float(value) * flag for value, flag in zip(found.rollout_log_probs or (), mask, strict=True)]
-    return Output(tokens, log_probs, found.status is not Sample.Status.TRUNCATED, mask)
+    return Output(tokens, log_probs, found.status is not Sample.Status.TRUNCATED, mask, found.reward)
 
 
 def _problem(sample: Any, prompt: list[int], longest: int) -> str:

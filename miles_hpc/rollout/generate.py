@@ -15,9 +15,10 @@ from miles_hpc.data import Prompts, Row
 from miles_hpc.errors import DeadlineExceeded, EdgeError
 from miles_hpc.rollout.conversation import Conversations, Generate
 from miles_hpc.rollout.engine import EngineHost, Flight
+from miles_hpc.rollout.ensemble import Ensemble, Rollout
 from miles_hpc.rollout.judge import Judge, Verdict
 from miles_hpc.rollout.request import Output, Request
-from miles_hpc.rollout.reward import Reward, Score
+from miles_hpc.rollout.reward import Reward, Score, given
 from miles_hpc.sample import Sample
 from miles_hpc.samples.schema import STOPPED, TRUNCATED, Samples
 
@@ -104,6 +105,7 @@ class Generator:
         held_out: prompts of the evaluation, None if there are none.
         judge: group reward and filters; runs in the same threads.
         talk: the generate edge; None: the engine answers each prompt once.
+        whole: the rollout function instead.
     """
 
     def __init__(
@@ -115,9 +117,10 @@ class Generator:
         held_out: Prompts | None = None,
         judge: Judge | None = None,
         talk: Generate | None = None,
+        whole: Rollout | None = None,
     ) -> None:
         self.config, self.engine, self.prompts, self.reward, self.held_out = config, engine, prompts, reward, held_out
-        self.judge, self.talk = judge or Judge(), talk
+        self.judge, self.talk, self.whole = judge or Judge(), talk, whole
         self.timing = Timing()
         self.reward_errors: dict[int, str] = {}
         """Of the last call of `groups`: dropped prompt ids (`rollout.reward_error = "drop"`), each with its first error."""
@@ -198,8 +201,9 @@ class Generator:
         self.timing = _timing(everything, time.perf_counter() - started - idle, idle)
 
     def _through_edge(self, flight: Flight, groups: list[Group]) -> AbstractContextManager[Flight | Conversations]:
-        """The flight itself, or conversations of the generate edge over it."""
-        if self.talk is None:
+        """The flight itself, or what the generate or rollout edge makes of it."""
+        function = self.whole or self.talk
+        if function is None:
             return nullcontext(flight)
 
         def describe(request: Request) -> Sample:
@@ -208,7 +212,8 @@ class Generator:
             return Sample(group_index=request.prompt_id, index=request.sample_index, tokens=list(request.tokens), **facts)
 
         longest, seconds = self.config.model.context_length, self.config.rollout.timeout_seconds
-        return Conversations(flight, self.talk, describe, self.prompts.tokenizer, longest, seconds)
+        kind: type[Conversations] = Ensemble if self.whole else Conversations
+        return kind(flight, function, describe, self.prompts.tokenizer, longest, seconds)
 
     def _send(self, flight: Flight | Conversations, groups: list[Group], under_way: dict[int, tuple[Group, Request]]) -> None:
         work = [(group, request) for group in groups for request in group.requests]
@@ -236,9 +241,11 @@ class Generator:
         facts = {"finished": output.stopped, "tokens": sum(output.mask), "max_new_tokens": request.max_new_tokens}
         metadata = {**group.row.metadata, **facts}
         sample = f"prompt {request.prompt_id}, sample {request.sample_index}"
-        return Answer(
-            request, output, text, self._pool.submit(self.reward, group.prompt, text, group.row.label, metadata, sample)
-        )
+        if output.reward is None:
+            score = self._pool.submit(self.reward, group.prompt, text, group.row.label, metadata, sample)
+        else:
+            score = self._pool.submit(given, output.reward, self.whole or self.talk or self.reward, sample)
+        return Answer(request, output, text, score)
 
     def _wait(self, groups: list[Group], waited: float) -> float:
         """A short wait for scores, whose seconds are returned; a reward that hangs is named."""

@@ -1,6 +1,7 @@
 """What goes to an engine and what comes back: plain data, picklable, no torch."""
 
 from dataclasses import dataclass
+from typing import Any
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -33,6 +34,8 @@ class Output:
     """True if a stop token came, False if `max_new_tokens` was reached."""
     loss_mask: list[int] | None = None
     """1 on tokens of the model, 0 on those of a tool (`rollout.generate`); None: all are the model's."""
+    reward: Any = None
+    """What a generate or rollout function says it is worth; None: it is for `rollout.reward` to say."""
 
     @property
     def mask(self) -> list[int]:

@@ -72,9 +72,17 @@ class Reward:
         started = time.perf_counter()
         name = f"rollout.reward ({sample}, answer {_excerpt(answer)})"
         returned = edges.call(self.function, prompt, answer, label, dict(metadata), key=name)
-        parts = numbers_of(returned, self.function, name)
-        value = parts.pop("reward")
-        return Score(value, parts, time.perf_counter() - started)
+        return _score(returned, self.function, name, time.perf_counter() - started)
+
+
+def given(reward: Any, function: Callable[..., Any], sample: str) -> Score:
+    """What a generate or rollout function says its answer is worth. Raises: EdgeError if that is no number."""
+    return _score(reward, function, f"sample.reward of {sample}", 0.0)
+
+
+def _score(returned: Any, function: Callable[..., Any], name: str, seconds: float) -> Score:
+    parts = numbers_of(returned, function, name)
+    return Score(parts.pop("reward"), parts, seconds)
 
 
 def numbers_of(returned: Any, function: Callable[..., Any], name: str) -> dict[str, float]:

@@ -259,6 +259,22 @@ def test_generate_functions_are_called_before_the_start(folder: Path, body: str,
         calls.check_generate(made, Row("p", "4"), "p", lambda text: {"input_ids": [1, 2]})
 
 
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        ("yield groups[0]", "0 answer tokens"),
+        ("raise KeyError('x')\n    yield", "KeyError"),
+        ("return\n    yield", "ended without"),
+    ],
+)
+def test_rollout_functions_are_called_before_the_start(folder: Path, body: str, what: str) -> None:
+    name = f"bad_{abs(hash(body))}"
+    (folder / f"{name}.py").write_text(f"async def f(groups, engine):\n    {body}\n")
+    made = config(folder, {"reward": "native_edges:score", "function": f"{name}:f"})
+    with pytest.raises(EdgeError, match=what):
+        calls.check_generate(made, Row("p", "4"), "p", lambda text: {"input_ids": [1, 2]})
+
+
 def test_the_table_of_edges(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["edges"]) == 0
     printed = capsys.readouterr().out

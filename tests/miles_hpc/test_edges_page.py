@@ -23,6 +23,7 @@ NAMES = {
     "data.prompts": "page_edges:prompts",
     "data.eval": "page_edges:prompts",
     "rollout.generate": "page_edges:ask_twice",
+    "rollout.function": "page_edges:best_first",
     "rollout.reward": "page_edges:score",
     "rollout.group_reward": "page_edges:best_of_group",
     "rollout.filters": [{"function": "page_edges:enough_thought", "options": {"least": 2}}],
@@ -50,6 +51,8 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
         "warm_start": {"steps": 1},
     }
     for key, name in NAMES.items():
+        if key == "rollout.function":  # excludes rollout.generate
+            continue
         section, _, field = key.partition(".")
         sections.setdefault(section, {})[field] = name
     yield Config.model_validate(sections)
@@ -67,6 +70,10 @@ def test_the_examples_of_the_page_work(made: Config, tmp_path: Path, capsys: pyt
     calls.check(made)
     row = Row("3 - 1 =", 2.0, {"tokens": 1.0})
     calls.check_generate(made, row, row.prompt, Letters())
+    rollout = {"generate": "", "function": NAMES["rollout.function"]}
+    calls.check_generate(
+        made.model_copy(update={"rollout": made.rollout.model_copy(update=rollout)}), row, row.prompt, Letters()
+    )
     module: ModuleType = sys.modules["page_edges"]
     assert module.score("", "2.5", 2.0, {"tokens": 3}, tolerance=0.5) == {"reward": 1.0, "tokens": 3}
     assert len(module.prompts("train", 0)) == 1000
