@@ -118,16 +118,16 @@ def newest_checkpoint(paths: RunPaths) -> int:
 
 
 def rank_hosts(paths: RunPaths) -> list[str]:
-    """Node of every rank: training on the first nodes, rollout on the rest."""
-    slurm = configuration.read(paths.config).slurm
+    """Node of every rank: training on the first nodes, rollout on the rest; colocated, both on all."""
+    config = configuration.read(paths.config)
+    train, rollout = config.slurm.train, config.rollout_component
     lists = [os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}", "") for i in (0, 1)]
     names = [n for text in lists if text for n in controller.hostnames(text)]
     names = names or controller.hostnames(os.environ.get("SLURM_JOB_NODELIST", ""))
-    train, rollout = names[: slurm.train.nodes], names[slurm.train.nodes :]
     if not names:
-        return ["localhost"] * (slurm.train.ranks + slurm.rollout.ranks)
-    hosts = [host for host in train for _ in range(slurm.train.ranks_per_node)]
-    return hosts + [host for host in rollout for _ in range(slurm.rollout.ranks_per_node)]
+        return ["localhost"] * (train.ranks + rollout.ranks)
+    hosts = [host for host in names[: train.nodes] for _ in range(train.ranks_per_node)]
+    return hosts + [host for host in names[-rollout.nodes :] for _ in range(rollout.ranks_per_node)]
 
 
 def _close_last(paths: RunPaths) -> None:

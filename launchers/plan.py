@@ -81,6 +81,8 @@ def arithmetic(config: Config, job: JobSpec, without_slurm: bool) -> Iterator[st
         ranks = f"{_count(component.nodes, 'node')} x {_count(component.ranks_per_node, 'rank')}"
         yield f"# {component.role + ' on':10} {ranks} x {_count(component.cpus_per_rank, 'core')}{gpus}"
     kind = "heterogeneous job" if job.single is None else "homogeneous job"
+    if config.colocated:
+        kind = "one component, both roles on its nodes"
     how = (
         "mpiexec on this machine"
         if without_slurm

@@ -1,7 +1,7 @@
-"""What is to be started: two components (train, rollout), as one heterogeneous job, one homogeneous job or on this machine."""
+"""What is to be started: two roles (train, rollout), as one heterogeneous job, one homogeneous job or on this machine."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from miles_hpc import config as configuration
@@ -47,7 +47,7 @@ class JobSpec:
     qos: str
     mpi: str
     single: Component | None
-    """The component of a homogeneous job, where the site does not start steps over a heterogeneous one."""
+    """The component of a homogeneous job: colocated, or where the site does not start steps over a heterogeneous one."""
     setup: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]
     srun_options: tuple[str, ...]
@@ -79,7 +79,7 @@ def build(config: Config, site: Site, folder: Path) -> JobSpec:
     _check_folder(folder)
     slurm = config.slurm
     train = _component("train", slurm.train, site.train_partition)
-    rollout = _component("rollout", slurm.rollout, site.rollout_partition)
+    rollout = _component("rollout", config.rollout_component, site.rollout_partition)
     return JobSpec(
         name=config.run.name,
         folder=folder,
@@ -92,11 +92,24 @@ def build(config: Config, site: Site, folder: Path) -> JobSpec:
         account=slurm.account,
         qos=slurm.qos,
         mpi=slurm.mpi or site.mpi,
-        single=None if site.het else _homogeneous(train, rollout, site),
+        single=_single(train, rollout, site, config.colocated),
         setup=(*site.setup, *slurm.setup),
         environment=tuple(_environment(train, rollout, site)),
         srun_options=tuple(site.srun_options),
     )
+
+
+def _single(train: Component, rollout: Component, site: Site, colocated: bool) -> Component | None:
+    if colocated:
+        return _shared(train, rollout)
+    return None if site.het else _homogeneous(train, rollout, site)
+
+
+def _shared(train: Component, rollout: Component) -> Component:
+    """The nodes of training, with room for the ranks of both roles."""
+    ranks = train.ranks_per_node + rollout.ranks_per_node
+    cores = sum(c.ranks_per_node * c.cpus_per_rank for c in (train, rollout))
+    return replace(train, ranks_per_node=ranks, cpus_per_rank=-(-cores // ranks))
 
 
 def _homogeneous(a: Component, b: Component, site: Site) -> Component:

@@ -71,8 +71,22 @@ class Config(Section):
         return 4 * self.rollout.timeout_seconds
 
     @property
+    def colocated(self) -> bool:
+        """Trainer and engines take turns on the same GPUs."""
+        return self.run.placement == "colocate"
+
+    @property
+    def rollout_component(self) -> Component:
+        """Where the engines are: colocated, one beside each `rollout.tensor_parallel` training ranks of a node."""
+        train, rollout = self.slurm.train, self.slurm.rollout
+        if not self.colocated:
+            return rollout
+        engines = train.ranks_per_node // self.rollout.tensor_parallel
+        return train.model_copy(update={"ranks_per_node": engines, "cpus_per_rank": rollout.cpus_per_rank})
+
+    @property
     def engines(self) -> int:
-        return self.slurm.rollout.ranks
+        return self.rollout_component.ranks
 
     @property
     def samples_per_step(self) -> int:
@@ -82,6 +96,7 @@ class Config(Section):
 def _problems(c: Config) -> Iterable[str]:
     """What does not fit together, each with what would."""
     yield from _reward_problems(c.rollout)
+    yield from _placement_problems(c)
     if c.train.advantage == "none" and not c.train.teacher:
         yield 'train.advantage = "none" leaves nothing to learn from but train.teacher, which is empty'
     ranks, tp, ep = c.slurm.train.ranks, c.train.tensor_parallel, c.train.expert_parallel
@@ -115,12 +130,36 @@ def _problems(c: Config) -> Iterable[str]:
     if c.run.numerics == "exact":
         for key, value, wanted in _not_exact(c):
             yield f'run.numerics = "exact" needs {key} = {wanted}, not {value}'
+
+
+def _placement_problems(c: Config) -> Iterable[str]:
+    if c.colocated:
+        yield from _colocation_problems(c)
+        return
     gpus = c.slurm.rollout.gpus_per_node
     if gpus and gpus % (c.slurm.rollout.ranks_per_node * c.rollout.tensor_parallel):
         yield (
             f"slurm.rollout.gpus_per_node = {gpus} is not divisible by {c.slurm.rollout.ranks_per_node} ranks x "
             f"rollout.tensor_parallel = {c.rollout.tensor_parallel}"
         )
+    if c.train.offload:
+        yield 'train.offload has no meaning with run.placement = "split": nobody else is on the GPUs of training'
+
+
+def _colocation_problems(c: Config) -> Iterable[str]:
+    colocate, train, tp = 'run.placement = "colocate"', c.slurm.train, c.rollout.tensor_parallel
+    if c.rollout.staleness:
+        yield f"{colocate} needs rollout.staleness = 0, not {c.rollout.staleness}: training and generation take turns"
+    if train.ranks_per_node % tp:
+        yield (
+            f"slurm.train.ranks_per_node = {train.ranks_per_node} is not divisible by rollout.tensor_parallel = {tp}: "
+            f"{colocate} puts one engine beside each {tp} training ranks of a node"
+        )
+    if train.gpus_per_node and train.gpus_per_node != train.ranks_per_node:
+        yield f"{colocate} needs a training rank for each of slurm.train.gpus_per_node = {train.gpus_per_node} GPUs"
+    for key, default in Component().model_dump(exclude={"cpus_per_rank"}).items():
+        if getattr(c.slurm.rollout, key) != default:
+            yield f"slurm.rollout.{key} has no meaning with {colocate}: engines are on the nodes of slurm.train"
 
 
 def _reward_problems(rollout: Rollout) -> Iterable[str]:

@@ -31,8 +31,8 @@ class Run(Section):
     """Seed of prompt order, sampling noise and initial weights."""
     numerics: Literal["native", "exact"] = "native"
     """`native`: each side uses its fastest operations; `exact`: both use the same, log-probs are equal bit for bit."""
-    placement: Literal["split"] = "split"
-    """`split`: training nodes and rollout nodes are two components of one heterogeneous job."""
+    placement: Literal["split", "colocate"] = "split"
+    """`split`: training nodes and rollout nodes; `colocate`: on the nodes of `slurm.train`, training and engines in turns."""
     edges_folder: str = ""
     """Folder of the TOML file, appended to the ranks' `sys.path`; filled in by the launcher."""
 
@@ -197,6 +197,8 @@ class Train(Section):
     """Ranks that share each layer."""
     expert_parallel: PositiveInt = 1
     """Ranks that share the experts of an MoE layer."""
+    offload: bool = False
+    """Colocated: keep the optimizer's state in the host's memory while engines generate."""
 
 
 class WarmStart(Section):

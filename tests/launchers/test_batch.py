@@ -112,6 +112,16 @@ def test_an_attempt_whose_batch_script_vanished_counts_as_a_node_failure(paths):
     assert verdict.read(paths, 1).kind == "node_failure"
 
 
+def test_colocated_ranks_of_both_roles_are_on_the_nodes_of_training(paths, launch_config, monkeypatch):
+    slurm = {"train": {"nodes": 2, "ranks_per_node": 2}}
+    run = launch_config.run.model_dump() | {"placement": "colocate"}
+    values = launch_config.model_dump(exclude_none=True) | {"run": run, "slurm": slurm}
+    paths.config.write_text(configuration.dump(configuration.Config.model_validate(values)))
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setattr(controller, "hostnames", lambda text: ["n1", "n2"])
+    assert batch.rank_hosts(paths) == ["n1", "n1", "n2", "n2"] * 2
+
+
 def test_no_fourth_attempt_without_progress(paths, capsys):
     for number in (1, 2, 3):
         assert batch.begin(paths.folder) == f"{number:03d}"

@@ -49,11 +49,31 @@ def test_homogeneous(launch_config):
     check("ranks.conf", script.rank_map(job(launch_config, het=False)))
 
 
+def colocated(config: Config) -> Config:
+    """Training nodes of 4 GPUs, an engine for every 2 of them."""
+    text = {
+        "run": config.run.model_dump() | {"placement": "colocate"},
+        "rollout": config.rollout.model_dump() | {"tensor_parallel": 2},
+    }
+    slurm = config.slurm.model_dump(include={"time_minutes", "account", "setup"})
+    slurm |= {"train": {"nodes": 2, "ranks_per_node": 4, "gpus_per_node": 4}, "rollout": {"cpus_per_rank": 4}}
+    return Config.model_validate(config.model_dump(exclude_none=True) | text | {"slurm": slurm})
+
+
+def test_colocated(launch_config):
+    profile = site.load("local")
+    for het in (True, False):
+        built = spec.build(colocated(launch_config), profile.model_copy(update={"het": het}), Path("/scratch/demo-000"))
+        made = replace(built, python="/opt/miles/bin/python")
+        check("colocate.sbatch", script.text(made))
+        check("colocate-ranks.conf", script.rank_map(made))
+
+
 def test_local(launch_config):
     check("local.sh", script.text(job(launch_config), mpiexec="/opt/miles/bin/mpiexec"))
 
 
-@pytest.mark.parametrize("file", ["het.sbatch", "het-gpus.sbatch", "homogeneous.sbatch", "local.sh"])
+@pytest.mark.parametrize("file", ["het.sbatch", "het-gpus.sbatch", "homogeneous.sbatch", "colocate.sbatch", "local.sh"])
 def test_golden_files_are_valid_bash(file):
     subprocess.run(["bash", "-n", GOLDEN / file], check=True)
 

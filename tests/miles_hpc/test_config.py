@@ -87,6 +87,7 @@ def test_wrong_type_or_value_names_the_key(file, override, key):
     assert key in message and str(file) in message
 
 
+COLOCATE = "run.placement=colocate slurm.train.ranks_per_node=4"
 FLOATS = [
     f"{section}.{key}"
     for section, model in config.Config.model_fields.items()
@@ -121,10 +122,31 @@ def test_neither_path_nor_source(file):
         ("slurm.rollout.nodes=9", "leaves some of 9 engines idle; use at least 9 prompts"),
         ("rollout.max_new_tokens=1024", "leaves no room for a prompt in model.context_length = 1024"),
         ("slurm.rollout.gpus_per_node=3 rollout.tensor_parallel=2", "slurm.rollout.gpus_per_node = 3 is not divisible by 1"),
+        ("train.offload=true", 'train.offload has no meaning with run.placement = "split"'),
+        (f"{COLOCATE} rollout.staleness=1", "needs rollout.staleness = 0, not 1"),
+        (
+            f"{COLOCATE} rollout.tensor_parallel=3",
+            "slurm.train.ranks_per_node = 4 is not divisible by rollout.tensor_parallel = 3",
+        ),
+        (f"{COLOCATE} slurm.train.gpus_per_node=8", "a training rank for each of slurm.train.gpus_per_node = 8 GPUs"),
+        (f"{COLOCATE} slurm.rollout.nodes=2", "slurm.rollout.nodes has no meaning"),
+        (f"{COLOCATE} slurm.rollout.partition=gpu", "slurm.rollout.partition has no meaning"),
+        (f"{COLOCATE} slurm.train.nodes=4", "leaves some of 16 engines idle"),
     ],
 )
 def test_numbers_that_do_not_fit_say_what_would(file, overrides, expected):
     assert expected in refused(file, *overrides.split())
+
+
+def test_colocated_engines_are_counted_by_the_training_ranks_beside_them(file, tmp_path):
+    found = config.load(
+        file, [*COLOCATE.split(), "slurm.train.nodes=2", "rollout.tensor_parallel=2", "slurm.rollout.cpus_per_rank=3"]
+    )
+    beside = found.rollout_component
+    assert (found.engines, beside.nodes, beside.ranks_per_node, beside.cpus_per_rank) == (4, 2, 2, 3)
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(config.dump(found), encoding="utf-8")
+    assert config.read(resolved) == found
 
 
 @pytest.mark.parametrize(

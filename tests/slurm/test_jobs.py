@@ -68,6 +68,15 @@ def test_homogeneous_job_where_het_steps_are_refused(submit, ended):
     assert nodes == RunPaths(run).hosts(1).read_text().split()
 
 
+def test_colocated_ranks_of_both_roles_share_one_component(submit, ended):
+    size = ["slurm.train.gpus_per_node=2", "slurm.rollout.nodes=1"]
+    run = submit("done", "run.placement=colocate", *size)
+    assert ended(run).word == "done"
+    assert [role for _, role, _ in world(run)] == ["train"] * 4 + ["rollout"] * 4
+    nodes = [node for _, _, node in world(run)]
+    assert nodes == ["t0", "t0", "t1", "t1"] * 2 == RunPaths(run).hosts(1).read_text().split()
+
+
 def test_a_failed_preparation_ends_the_run_before_any_rank(submit, ended):
     run = submit("done", prepare="prepare-fails")
     assert ended(run).word == "user_error"
