@@ -19,7 +19,7 @@ from miles_hpc.launchers import history
 from miles_hpc.launchers.history import History, Line
 from miles_hpc.paths import RunPaths
 
-PHASES = ("rollout", "reward", "train", "sync", "checkpoint", "wait")
+PHASES = ("rollout", "reward", "train", "sync", "swap", "checkpoint", "wait")
 MEANS = ("logp_abs_diff_mean", "rollout_kl_k1", "rollout_kl_k3", "ratio_outside", "routing_mismatch")
 """Figures of the trainer whose mean over steps is reported."""
 WINDOW = 5

@@ -31,6 +31,21 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
 
+def collect_lent() -> None:
+    """Have back the memory that was lent to other processes by CUDA IPC and that they no longer use."""
+    if torch.cuda.is_available():
+        torch.cuda.ipc_collect()
+
+
+def memory(when: str) -> dict[str, float]:
+    """GiB of this process's GPU that it holds, and that others hold (contexts included), as figures; nothing on a CPU."""
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    own = torch.cuda.memory_reserved()
+    return {f"memory/{when}_own_gib": own / 2**30, f"memory/{when}_others_gib": (total - free - own) / 2**30}
+
+
 def without_workspace() -> None:
     """Take cuBLAS's workspace away, and with it its split-K kernels, whose order of addition depends on the batch.
 

@@ -18,7 +18,7 @@ from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.paths import RunPaths
 from miles_hpc.samples.schema import TRUNCATED, Samples
 
-PHASES = ("rollout", "reward", "train", "sync", "checkpoint", "wait")
+PHASES = ("rollout", "reward", "train", "sync", "swap", "checkpoint", "wait")
 
 
 class Board:

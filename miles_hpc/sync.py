@@ -216,6 +216,7 @@ class Receiver:
     ) -> None:
         self.world, self.engine, self.heartbeat, self.seconds = world, engine, heartbeat, seconds
         self.version = -1
+        self.figures: dict[str, float] = {}
         self._join(workers, backend)
 
     def receive(self, version: int) -> bool:
@@ -230,6 +231,10 @@ class Receiver:
             self._compare(message)
             self.version, going_on = message.version, not message.stop
         return going_on
+
+    def leave(self) -> float:
+        """After a generation: seconds it took the engine to leave its GPUs to others; here it has them to itself."""
+        return 0.0
 
     def _next(self) -> Bucket | Complete:
         return self.world.receive(WEIGHTS, self.seconds, "weights from the trainer", source=self.world.train[0])

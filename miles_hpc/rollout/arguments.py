@@ -23,9 +23,12 @@ class EngineArguments:
     temperature: float
     stop_tokens: list[int]
     numerics: str = "native"
+    colocated: bool = False
+    number: int = 0
+    """Among the engines of the run; decides on its GPUs."""
 
     @classmethod
-    def of(cls, config: Config, model_folder: Path) -> "EngineArguments":
+    def of(cls, config: Config, model_folder: Path, number: int = 0) -> "EngineArguments":
         """Raises: ModelError if the folder does not say which token ends an answer."""
         return cls(
             model_folder=str(model_folder),
@@ -38,6 +41,8 @@ class EngineArguments:
             temperature=config.rollout.temperature,
             stop_tokens=stop_tokens(model_folder),
             numerics=config.run.numerics,
+            colocated=config.colocated,
+            number=number,
         )
 
 
@@ -58,8 +63,8 @@ def stop_tokens(model_folder: Path) -> list[int]:
     raise ModelError("no eos_token_id in generation_config.json or config.json", where=str(model_folder))
 
 
-def server_arguments(a: EngineArguments, cuda: bool) -> dict[str, Any]:
-    """Arguments of `sglang.Engine` (0.5.16)."""
+def server_arguments(a: EngineArguments, gpus: int) -> dict[str, Any]:
+    """Arguments of `sglang.Engine` (0.5.16); `gpus`: those that this process sees."""
     common = {
         "model_path": a.model_folder,
         "skip_tokenizer_init": True,
@@ -72,7 +77,7 @@ def server_arguments(a: EngineArguments, cuda: bool) -> dict[str, Any]:
         "random_seed": a.seed,
         "log_level": "warning",
     }
-    return common | (_gpu(a) if cuda else _cpu())
+    return common | (_gpu(a, gpus) if gpus else _cpu())
 
 
 def _cpu() -> dict[str, Any]:
@@ -85,11 +90,15 @@ def _cpu() -> dict[str, Any]:
     }
 
 
-def _gpu(a: EngineArguments) -> dict[str, Any]:
+def _gpu(a: EngineArguments, gpus: int) -> dict[str, Any]:
     return {
         "device": "cuda",
+        # engines of a node take its GPUs in turn, as training ranks do: colocated, both are on the same
+        "base_gpu_id": a.number * a.tensor_parallel % gpus,
         "attention_backend": "fa3",
-        "mem_fraction_static": 0.6,
+        # colocated, of what the trainer leaves; max_total_tokens is the bound
+        "mem_fraction_static": 0.9 if a.colocated else 0.6,
+        "enable_memory_saver": a.colocated,
         "cuda_graph_max_bs_decode": a.max_running_requests,
         "disable_prefill_cuda_graph": True,  # capturing them takes longer than they save in a run
     }

@@ -4,6 +4,7 @@ from miles_hpc import data
 from miles_hpc.attach import attach
 from miles_hpc.config import Config
 from miles_hpc.device import backend
+from miles_hpc.handover import Borrower
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.metrics import Clock
 from miles_hpc.paths import RunPaths
@@ -19,7 +20,8 @@ from miles_hpc.world import World
 
 def start_engine(config: Config, paths: RunPaths, heartbeat: Heartbeat) -> EngineHost:
     """Start the engine's host and return at once; it is awaited in `build`."""
-    engine = EngineHost(config, paths.model_of(config), log=None, poll_hook=heartbeat.beat)
+    number = heartbeat.state()["rank"] - config.slurm.train.ranks
+    engine = EngineHost(config, paths.model_of(config), log=None, poll_hook=heartbeat.beat, number=number)
     engine.start()
     return engine
 
@@ -41,6 +43,14 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
     heartbeat.enter("engine start")
     engine.wait_ready()
     generator = Generator(config, engine, prompts, reward, held_out, judge, talk, whole)
-    receiver = Receiver(world, engine, config.rollout.tensor_parallel, backend(), heartbeat, seconds)
+    receiver = _receiver(config, world, engine, heartbeat)
     outbox = Outbox(world, paths, attempt, seconds)
     return RolloutRole(config, paths, world, prompts, generator, receiver, outbox, Clock(heartbeat), seconds)
+
+
+def _receiver(config: Config, world: World, engine: EngineHost, heartbeat: Heartbeat) -> Receiver | Borrower:
+    workers, seconds = config.rollout.tensor_parallel, config.patience_seconds
+    if not config.colocated:
+        return Receiver(world, engine, workers, backend(), heartbeat, seconds)
+    engine.call("sleep")  # until weights come; the trainer may be in its warm start
+    return Borrower(world, engine, workers, heartbeat, seconds)

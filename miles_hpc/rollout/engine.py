@@ -33,6 +33,7 @@ class EngineHost:
         model_folder: a Hugging Face checkpoint.
         log: file for the output of the engine's processes; None: this process's own.
         poll_hook: called at least every 0.2 s in any wait (signals, heartbeat); an exception it raises leaves the wait.
+        number: among the engines of the run; decides on its GPUs.
 
     Any wait lasts at most `rollout.timeout_seconds` unless its caller says otherwise.
     """
@@ -43,8 +44,9 @@ class EngineHost:
         model_folder: Path,
         log: Path | None = None,
         poll_hook: Callable[[], None] = lambda: None,
+        number: int = 0,
     ) -> None:
-        self.arguments = EngineArguments.of(config, model_folder)
+        self.arguments = EngineArguments.of(config, model_folder, number)
         self.timeout = config.rollout.timeout_seconds
         self.log, self.poll_hook = log, poll_hook
         self._process: subprocess.Popen[bytes] | None = None

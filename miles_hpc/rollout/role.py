@@ -9,6 +9,7 @@ from pathlib import Path
 from miles_hpc import evaluation, metrics
 from miles_hpc.config import Config
 from miles_hpc.data import Prompts
+from miles_hpc.handover import Borrower
 from miles_hpc.paths import RunPaths
 from miles_hpc.rollout.generate import Generator
 from miles_hpc.samples import store
@@ -24,7 +25,7 @@ class RolloutRole:
     world: World
     prompts: Prompts
     generator: Generator
-    receiver: Receiver
+    receiver: Receiver | Borrower
     outbox: Outbox
     clock: metrics.Clock
     seconds: float
@@ -67,8 +68,9 @@ class RolloutRole:
             prompt_ids, spare = [place[0] for place in mine], {place[0]: place[1:] for place in mine}
             for samples in self.generator.groups(step, prompt_ids, self.receiver.version, spare):
                 self.outbox.put(step, samples)
+        swap = self.receiver.leave()
         timing, dropped = self.generator.timing, sorted(self.generator.reward_errors)
-        seconds = {"rollout": timing.generate_seconds, "reward": timing.reward_seconds}
+        seconds = {"rollout": timing.generate_seconds, "reward": timing.reward_seconds, "swap": swap}
         first = self.generator.reward_errors[dropped[0]] if dropped else ""
         self.outbox.announce(Finished(step, seconds, timing.generated_tokens, dropped, first))
         self._report(step)
@@ -103,6 +105,7 @@ class RolloutRole:
             "engine/reward_seconds": timing.reward_seconds,
             "engine/reward_work_seconds": timing.reward_work_seconds,
             "engine/weight_version": float(self.receiver.version),
+            **self.receiver.figures,
         }
         self.board.scalars(step, figures)
 

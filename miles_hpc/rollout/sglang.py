@@ -28,6 +28,10 @@ MODELS = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """SGLang's modules of the supported architectures, and those they build on."""
 IDLE_SECONDS = 30.0
 """How long the cache flush may wait for the scheduler to notice that nothing is running."""
+REGIONS = ("weights", "kv_cache", "cuda_graph")
+"""Device memory that SGLang can give back, by its own names."""
+ASLEEP: set[str] = set()
+"""Regions that are given back; SGLang's scheduler dies of a wake-up that no sleep went before."""
 
 # Before sglang, and at module level: SGLang's spawned children import this module again before anything else.
 shim.install()
@@ -69,6 +73,7 @@ def _start(arguments: EngineArguments) -> Any:
     if exact := arguments.numerics == "exact":
         device.without_workspace()
     os.environ[plugin.NUMERICS] = arguments.numerics
+    os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = str(int(arguments.colocated))  # else a sleeping engine keeps its graphs
     os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = plugin.EXACT_MODELS if exact else ""
     # In exact numerics none of SGLang's own classes is left to fall back to.
     os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(_other_models(() if exact else MODELS))
@@ -81,7 +86,7 @@ def _start(arguments: EngineArguments) -> Any:
         def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
             return [], []
 
-    return TokenEngine(**server_arguments(arguments, cuda))
+    return TokenEngine(**server_arguments(arguments, torch.cuda.device_count() if cuda else 0))
 
 
 def _other_models(wanted: tuple[str, ...]) -> list[str]:
@@ -174,6 +179,35 @@ async def _update(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]
     return (*await manager.update_weights_from_distributed(request, None), None)
 
 
+async def _take(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:
+    """Load buckets that lie in another process's memory, one pickle per engine worker (`handover.py`)."""
+    from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+    request = UpdateWeightsFromTensorReqInput(**fields, load_format="flattened_bucket", flush_cache=False)
+    return (*await manager.update_weights_from_tensor(request, None), None)
+
+
+async def _sleep(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:
+    """Give all of the engine's device memory back but its context; the weights are lost."""
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+    ok, message, _ = await _flush_cache(manager, {})  # also waits until nothing is running, which the next call asserts
+    if ok:
+        await manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[*REGIONS]), None)
+        ASLEEP.update(REGIONS)
+    return ok, message, None
+
+
+async def _wake(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:
+    """Take memory again at the same addresses, where the engine sleeps."""
+    from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+    if regions := [region for region in fields["regions"] if region in ASLEEP]:
+        await manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=regions), None)
+        ASLEEP.difference_update(regions)
+    return True, "", None
+
+
 async def _update_from_disk(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
@@ -198,7 +232,10 @@ CALLS = {
     "init_weights_update_group": _init_group,
     "destroy_weights_update_group": _destroy_group,
     "update_weights_from_distributed": _update,
+    "update_weights_from_tensor": _take,
     "update_weights_from_disk": _update_from_disk,
+    "sleep": _sleep,
+    "wake": _wake,
     "checksum": _checksum,
     "flush_cache": _flush_cache,
 }

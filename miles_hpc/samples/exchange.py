@@ -36,7 +36,7 @@ class Finished:
 
     step: int
     seconds: dict[str, float] = field(default_factory=dict)
-    """Of generation and of reward."""
+    """Of generation, of reward and of leaving the GPU."""
     generated_tokens: int = 0
     dropped: list[int] = field(default_factory=list)
     """Prompt ids whose reward failed and whose group was dropped."""
@@ -53,7 +53,7 @@ class Collected:
     refused: Samples
     """Of groups that a filter refused."""
     seconds: dict[str, float]
-    """Of generation and of reward, the slowest engine's."""
+    """Of generation, of reward and of leaving the GPU, the slowest engine's."""
     generated_tokens: int
     dropped: list[int]
     size: int
@@ -103,7 +103,7 @@ class Inbox:
         return Collected(
             samples=_accepted(samples, step),
             refused=samples.refused,
-            seconds={key: max(m.seconds.get(key, 0.0) for m in finished) for key in ("rollout", "reward")},
+            seconds={key: max(m.seconds.get(key, 0.0) for m in finished) for key in ("rollout", "reward", "swap")},
             generated_tokens=sum(m.generated_tokens for m in finished),
             dropped=sorted(i for m in finished for i in m.dropped),
             size=sum(shard.stat().st_size for shard in shards),

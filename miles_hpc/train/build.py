@@ -3,10 +3,12 @@
 import logging
 import os
 import warnings
+from pathlib import Path
 
 from miles_hpc.archive import Archive
 from miles_hpc.checkpoint import Checkpoints
 from miles_hpc.config import Config
+from miles_hpc.handover import Lender
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.metrics import Clock
 from miles_hpc.paths import RunPaths
@@ -27,10 +29,17 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
     seconds = config.patience_seconds
     folder = paths.model_of(config)
     trainer = Trainer(config, folder, world.role_rank, world.role_size, _store(world, seconds))
-    sender = Sender(world, trainer, folder, heartbeat, seconds, config.run.numerics == "exact")
+    sender = _sender(config, world, trainer, folder, heartbeat)
     archive = Archive.of(config, paths) if world.leads else None
     checkpoints = Checkpoints(paths, config.checkpoint.keep, world.role_barrier, world.leads, archive)
     return TrainRole(config, paths, world, attempt, trainer, checkpoints, Clock(heartbeat), sender, seconds)
+
+
+def _sender(config: Config, world: World, trainer: Trainer, folder: Path, heartbeat: Heartbeat) -> Sender | Lender:
+    seconds, exact = config.patience_seconds, config.run.numerics == "exact"
+    if config.colocated:
+        return Lender(world, trainer, folder, heartbeat, seconds, exact, config.rollout.tensor_parallel)
+    return Sender(world, trainer, folder, heartbeat, seconds, exact)
 
 
 def _store(world: World, seconds: float):

@@ -20,6 +20,7 @@ from miles_hpc.train.facts import Facts, at
 from miles_hpc.train.megatron import Groups, Policy
 from miles_hpc.train.optimizer import AdamW
 from miles_hpc.train.packing import Pack, spans
+from miles_hpc.train.sleep import Sleeper
 from miles_hpc.train.value import explained, gae_of_answers, value_loss, whiten
 
 
@@ -79,6 +80,7 @@ class Critic:
         self.train, self.model = train, model
         self.ddp = model.wrap()
         self.optimizer = optimizer.build(self.ddp, dtype)
+        self.sleeper = Sleeper(self.ddp, self.optimizer, train.offload)
 
     @torch.no_grad()
     def assess(self, facts: Facts, batches: Iterable[Pack], own: np.ndarray, rewards: np.ndarray) -> dict[str, float]:

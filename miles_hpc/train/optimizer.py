@@ -36,7 +36,7 @@ def build(ddp: Any, dtype: torch.dtype) -> Any:
         bf16=dtype == torch.bfloat16,
     )
     optimizer = get_megatron_optimizer(config, [ddp])
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         _accept_missing_step(part)
     reset(optimizer)
     return optimizer
@@ -44,7 +44,7 @@ def build(ddp: Any, dtype: torch.dtype) -> Any:
 
 def set_hyperparameters(optimizer: Any, values: AdamW) -> None:
     """Set them for the next step; norms and biases have no weight decay."""
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         part.config.clip_grad = values.clip_grad
         for group in part.optimizer.param_groups:
             group["lr"] = values.lr
@@ -83,7 +83,7 @@ def reset(optimizer: Any) -> None:
     Cure 1: the state is filled in at once instead of at the first step. Saving asserts on an empty state, and megatron's own
     filling before a load leaves out `step`, which then ends in KeyError.
     """
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         part.optimizer.state.clear()
         for group in part.optimizer.param_groups:
             for param in group["params"]:
@@ -101,17 +101,17 @@ def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     step, silently, and the bias correction of all steps after a resume would be wrong.
     """
     optimizer.load_state_dict(state)
-    for part in _parts(optimizer):
+    for part in parts(optimizer):
         for values in part.optimizer.state.values():
             values["step"] = values["step"].clone()
 
 
 def step_counters(optimizer: Any) -> list[float]:
     """AdamW's step counter of every parameter this rank holds."""
-    return [float(v["step"]) for part in _parts(optimizer) for v in part.optimizer.state.values()]
+    return [float(v["step"]) for part in parts(optimizer) for v in part.optimizer.state.values()]
 
 
-def _parts(optimizer: Any) -> list[Any]:
+def parts(optimizer: Any) -> list[Any]:
     """megatron keeps one optimizer for dense and one for expert parameters."""
     return [part for part in optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from miles_hpc import evaluation, metrics, signals
+from miles_hpc import device, evaluation, metrics, signals
 from miles_hpc.checkpoint import Checkpoints
 from miles_hpc.config import Config
+from miles_hpc.handover import Lender
 from miles_hpc.paths import RunPaths
 from miles_hpc.samples import store
 from miles_hpc.samples.exchange import FIRST_STEP, Collected, Inbox
@@ -29,7 +30,7 @@ class TrainRole:
     trainer: Trainer
     checkpoints: Checkpoints
     clock: metrics.Clock
-    sender: Sender
+    sender: Sender | Lender
     seconds: float
     """Deadline of a wait for the other role."""
     stopping: bool = False
@@ -43,6 +44,8 @@ class TrainRole:
         self.steps, self.group_size = self.config.run.steps, self.config.rollout.samples_per_prompt
         self.advantage, self.lead = advantage_of(self.config), self.world.leads
         self.figures: dict[str, float] = {}
+        self.saved = 0
+        """Version of the last checkpoint, or that the attempt began with."""
         self.hooks = Hooks.of(self.config)
         self.mark = time.monotonic()
 
@@ -52,6 +55,7 @@ class TrainRole:
             step = self.checkpoints.resume(self.trainer)
         if step is None:
             step = self._begin()
+        self.saved = step
         if self.lead:
             for rank in self.world.rollout:
                 self.world.send(step, rank, FIRST_STEP, self.seconds, "an engine's rank to hear the first step")
@@ -63,6 +67,8 @@ class TrainRole:
     def publish(self, version: int) -> None:
         """Send the weights as `version`; learn how good they are where an evaluation is due."""
         self.stopping = version < self.steps and bool(self.world.agree(signals.noted()))
+        if self.config.colocated:
+            self._leave(version)
         with self.clock("sync", version):
             report = self.sender.send(version, stop=self.stopping)
         if not self.lead:
@@ -79,7 +85,10 @@ class TrainRole:
     def collect(self, step: int) -> Collected:
         """Wait for all samples of `step`."""
         with self.clock("wait", step):
-            return self.inbox.collect(step, step - self.config.rollout.staleness)
+            collected = self.inbox.collect(step, step - self.config.rollout.staleness)
+        if self.config.colocated:
+            self._return(step)
+        return collected
 
     def advantages(self, samples: Samples) -> np.ndarray:
         """One advantage per sample of the step, [n] float32."""
@@ -115,9 +124,9 @@ class TrainRole:
 
     def checkpoint(self, version: int) -> None:
         """Save if due: every n steps, at the end, and before stopping."""
-        if version % self.config.checkpoint.every_steps and version != self.steps and not self.stopping:
-            return
-        self._save(version)
+        due = not version % self.config.checkpoint.every_steps or version == self.steps or self.stopping
+        if due and version > self.saved:
+            self._save(version)
 
     def report(self, step: int) -> None:
         """Figures of `step` for people (TensorBoard) and programs (events.jsonl)."""
@@ -152,10 +161,23 @@ class TrainRole:
             self._save(0)
         return 0
 
+    def _leave(self, version: int) -> None:
+        """Leave the GPU to an engine; save first, while what is saved is here."""
+        self.checkpoint(version)
+        with self.clock("swap", version):
+            self.trainer.sleep()
+
+    def _return(self, step: int) -> None:
+        """All engines have left the GPUs."""
+        self.figures |= device.memory("asleep")
+        with self.clock("swap", step):
+            self.trainer.wake()
+
     def _save(self, version: int) -> None:
         with self.clock("checkpoint", version):
             started = time.monotonic()
             self.checkpoints.save(self.trainer, version)
+        self.saved = version
         if self.lead:
             self._event("checkpoint", step=version, seconds=time.monotonic() - started)
 
@@ -164,7 +186,8 @@ class TrainRole:
         mine, engine = self.clock.take(), self.generation
         seconds = {phase: mine.get(phase, 0.0) for phase in metrics.PHASES}
         seconds |= {"rollout": engine["rollout"], "reward": engine["reward"]}
-        seconds["wait"] = max(0.0, seconds["wait"] - engine["rollout"] - engine["reward"])
+        seconds["wait"] = max(0.0, seconds["wait"] - engine["rollout"] - engine["reward"] - engine["swap"])
+        seconds["swap"] += engine["swap"]
         return seconds
 
     def _event(self, event: str, **fields: object) -> None:

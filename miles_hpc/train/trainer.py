@@ -23,6 +23,7 @@ from miles_hpc.train.metrics import Meter
 from miles_hpc.train.objective import Objective
 from miles_hpc.train.optimizer import AdamW
 from miles_hpc.train.packing import Demonstrations, Pack, Sequences, pack, spans
+from miles_hpc.train.sleep import Sleeper
 
 WARM_START = AdamW(lr=2e-3, weight_decay=0.01)
 
@@ -90,6 +91,7 @@ class Trainer:
         weights.read(self.policy.module, self.model_config, self.folder, self.groups)
         self.ddp = self.policy.wrap()
         self.optimizer = optimizer.build(self.ddp, self.dtype)
+        self.sleeper = Sleeper(self.ddp, self.optimizer, self.config.offload)
         self.reference: Policy | None = None
         self.critic: Critic | None = None
         self.teacher = self._teacher(Path(self.config.teacher)) if self.config.teacher else None
@@ -297,6 +299,19 @@ class Trainer:
     def fingerprint(self) -> dict[str, Any]:
         """Architecture and sizes; a checkpoint with another one is of another model."""
         return weights.sizes(self.model_config)
+
+    def sleep(self) -> None:
+        """Leave the GPU to an engine, but for the weights; until `wake` no other method than `weights` and `export` will do."""
+        for sleeper in self._sleepers():
+            sleeper.sleep()
+
+    def wake(self) -> None:
+        """Undo `sleep`; nothing if awake."""
+        for sleeper in self._sleepers():
+            sleeper.wake()
+
+    def _sleepers(self) -> list[Sleeper]:
+        return [self.sleeper, self.critic.sleeper] if self.critic else [self.sleeper]
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write weights, optimizer, random states and `extra` (JSON-able) into an existing folder."""

@@ -14,15 +14,19 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from miles_hpc import data, device
 from miles_hpc.config import Config, dump
 from miles_hpc.errors import DeadlineExceeded, EngineDied, EngineError
+from miles_hpc.handover import handle
 from miles_hpc.rollout.engine import EngineHost
 from miles_hpc.rollout.generate import Generator
 from miles_hpc.rollout.request import Output, Request
 from miles_hpc.rollout.reward import Reward
 from miles_hpc.samples.schema import Samples
+from miles_hpc.sync import flatten
 
 pytestmark = pytest.mark.engine
 NEW = 32
@@ -242,6 +246,24 @@ def test_a_poll_hook_may_end_a_wait(engine: EngineHost, batch: list[Output]) -> 
         answers(engine, requests(64))
     engine.poll_hook = lambda: None
     assert tokens(answers(engine, requests(8))) == tokens(batch[:8])
+
+
+def test_an_engine_sleeps_wakes_and_takes_lent_weights(engine: EngineHost, batch: list[Output], model_folder: Path) -> None:
+    """SGLang's scheduler dies of a wake-up too many."""
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    before = engine.call("checksum")
+    named = list(load_file(model_folder / "model.safetensors").items())
+    name, changed = named[0][0], [(name, tensor + 1) for name, tensor in named]
+    for tensors in (changed, named):
+        engine.call("sleep")
+        engine.call("sleep")
+        for regions in (["weights"], ["kv_cache", "cuda_graph"], ["weights"]):
+            engine.call("wake", regions=regions)
+        flat = flatten(tensor for _, tensor in tensors)
+        engine.call("update_weights_from_tensor", serialized_named_tensors=[handle(tensors, flat)])
+        assert (engine.call("checksum")[0][name] == before[0][name]) == (tensors is named)
+    assert engine.call("checksum") == before
+    assert tokens(answers(engine, requests(64))) == tokens(batch)
 
 
 def test_a_dead_engine_is_an_error_and_its_successor_samples_the_same(engine: EngineHost, batch: list[Output]) -> None:

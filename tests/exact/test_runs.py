@@ -45,6 +45,13 @@ def test_two_engines_give_the_same_weights(moe, folder):
     assert digest(again) == digest(moe)
 
 
+def test_trainer_and_engine_in_turns_give_the_same_weights(moe, folder):
+    """The optimizer's state leaves and returns, weights are lent in place of broadcast: no bit changes."""
+    again = run(folder / "turns", "run.placement=colocate", "train.offload=true")
+    assert [step["train/logp_abs_diff_max"] for step in metrics(again)] == [0.0] * STEPS, logs(again)
+    assert digest(again) == digest(moe)
+
+
 def test_native_numerics_differ_and_so_the_comparison_can_fail(folder):
     native = run(folder / "native", "run.numerics=native", "run.steps=1")
     assert all(0 < step["train/logp_abs_diff_max"] < 1e-3 for step in metrics(native)) and metrics(native), logs(native)

@@ -1,8 +1,10 @@
-"""sync.py ROLE SIZE FOLDER MODE: weights from training ranks to engines that receive the real broadcasts.
+"""sync.py ROLE SIZE FOLDER MODE [WORKERS]: weights from training ranks to engines that receive the real broadcasts.
 
 The engine's process is replaced at its border (`EngineHost.call`); it joins the weight group and holds tensors as SGLang does.
+With WORKERS the weights are lent (`handover.py`) to engines of so many workers.
 """
 
+import pickle
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
@@ -16,6 +18,7 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 
 from miles_hpc.digest import digest
 from miles_hpc.errors import MilesError
+from miles_hpc.handover import Borrower, Lender
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.sync import GROUP, Fused, Receiver, Sender
 from miles_hpc.world import connect
@@ -39,8 +42,10 @@ class Engine:
 
     def __init__(self, mode: str) -> None:
         self.mode, self.held, self.group = mode, {}, None
+        self.calls: list[str] = []
 
     def call(self, name: str, timeout: float, **fields: Any) -> Any:
+        self.calls.append(name)
         return getattr(self, name)(**fields)
 
     def init_weights_update_group(self, master_address, master_port, rank_offset, world_size, group_name, backend) -> None:
@@ -60,6 +65,18 @@ class Engine:
         for name, kind, shape, part in zip(names, kinds, shapes, bucket.split(sizes), strict=True):
             self.held[name] = part.view(kind).view(shape).clone()
 
+    def update_weights_from_tensor(self, serialized_named_tensors: list[bytes]) -> None:
+        """Copies from each training rank's own memory."""
+        for worker, text in enumerate(serialized_named_tensors):
+            lent = pickle.loads(text)
+            for part in lent["metadata"]:
+                tensor = lent["flattened_tensor"][part.start_idx : part.end_idx].view(part.dtype).view(part.shape)
+                assert worker == 0 or torch.equal(self.held[part.name], tensor)
+                self.held[part.name] = tensor.clone()
+
+    def wake(self, regions: list[str]) -> None:
+        assert self.calls.count("wake") % 2 == (regions == ["weights"])
+
     def flush_cache(self, timeout_s: float) -> None:
         pass
 
@@ -74,7 +91,8 @@ class Engine:
 
 
 def main() -> None:
-    role, size, folder, mode = sys.argv[1:]
+    role, size, folder, mode, *more = sys.argv[1:]
+    workers = int(more[0]) if more else 0
     world = connect(role, int(size), lambda: None)
     heartbeat = Heartbeat(Path(folder) / f"beat-{world.rank}.json", role, world.rank, 1)
     dist.init_process_group(
@@ -83,14 +101,17 @@ def main() -> None:
     try:
         if role == "train":
             trainer = Trainer(Path(folder), mode)
-            sender = Sender(world, trainer, Path(folder), heartbeat, 60)
+            lender = Lender(world, trainer, Path(folder), heartbeat, 60, False, workers) if workers else None
+            sender = lender or Sender(world, trainer, Path(folder), heartbeat, 60)
             for trainer.version in range(3):
                 report = sender.send(trainer.version, stop=trainer.version == 2)
                 if world.leads:
                     with Path(folder, "sent").open("a") as file:
                         file.write(f"{trainer.version} {report.size} {report.digests}\n")
         else:
-            receiver = Receiver(world, Engine(mode), 1, "gloo", heartbeat, 60)
+            engine: Any = Engine(mode)
+            borrower = Borrower(world, engine, workers, heartbeat, 60) if workers else None
+            receiver = borrower or Receiver(world, engine, 1, "gloo", heartbeat, 60)
             Path(folder, f"took-{world.rank}").write_text(str([receiver.receive(version) for version in range(3)]))
     except MilesError as error:
         Path(folder, f"refused-{role}").write_text(str(error))  # what is printed just before an abort may be lost

@@ -1,12 +1,18 @@
 """Weight sync over MPI and gloo: what arrives is what was sent, and what would go wrong silently is named."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from miles_hpc import sync
 from miles_hpc.digest import digest
+from miles_hpc.errors import WorldError
 from miles_hpc.examples import arithmetic
+from miles_hpc.handover import Borrower
+from miles_hpc.world import World
 
 pytestmark = pytest.mark.mpi
 
@@ -27,10 +33,20 @@ def test_every_version_reaches_every_engine(mpi, model):
     assert [(model / f"took-{rank}").read_text() for rank in (2, 3)] == ["[True, True, False]"] * 2
 
 
+def test_weights_lent_by_every_training_rank_reach_the_engine_beside_it(mpi, model):
+    done = mpi("sync", "fine", "2", train=4, rollout=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    sent = [[int(word) for word in line.split()] for line in (model / "sent").read_text().splitlines()]
+    size = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
+    assert sent == [[version, size, 2 * len(engine_tensors(model))] for version in range(3)]
+    assert [(model / f"took-{rank}").read_text() for rank in (4, 5)] == ["[True, True, False]"] * 2
+
+
 def engine_tensors(model) -> set[str]:
     return {sync.engine_tensor(name)[0] for name in load_file(model / "model.safetensors")}
 
 
+@pytest.mark.parametrize("lent", [False, True])
 @pytest.mark.parametrize(
     ("mode", "named"),
     [
@@ -39,8 +55,8 @@ def engine_tensors(model) -> set[str]:
         ("reshaped", "lm_head.weight has shape"),
     ],
 )
-def test_what_the_engine_would_not_notice_is_named(mpi, model, mode, named):
-    done = mpi("sync", mode, train=1, rollout=1)
+def test_what_the_engine_would_not_notice_is_named(mpi, model, mode, named, lent):
+    done = mpi("sync", mode, *["1"] * lent, train=1, rollout=1)
     assert done.returncode != 0
     assert named in (model / "refused-train").read_text()
 
@@ -68,3 +84,11 @@ def test_checkpoint_shapes_come_from_all_files(tmp_path):
     save_file({"a": torch.zeros(2, 3)}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"b": torch.zeros(5)}, tmp_path / "model-00002-of-00002.safetensors")
     assert sync.checkpoint_shapes(tmp_path) == {"a": (2, 3), "b": (5,)}
+
+
+def test_an_engine_away_from_its_training_ranks_is_refused():
+    role: Any = SimpleNamespace(rank=1, size=2)
+    world = World(None, role, "rollout", 3, (0, 1), (2, 3), ("a", "b", "a", "a"), lambda: None)
+    nothing: Any = None
+    with pytest.raises(WorldError, match="the engine is on a, its training ranks on b"):
+        Borrower(world, nothing, 1, nothing, 1.0)

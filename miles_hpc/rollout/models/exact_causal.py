@@ -115,8 +115,10 @@ class Decoder(nn.Module):
         self.embed_tokens = Weight(torch.empty(config.vocab_size, config.hidden_size))
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Weight(torch.empty(config.hidden_size))
-        # Not a buffer: it is neither loaded nor cast.
         self.rotary = Rotary(config, config.max_position_embeddings, self.norm.weight.device)
+        # As buffers the tables outlive a sleep of the engine, in which all other memory of the model is lost.
+        self.register_buffer("rotary_cos", self.rotary.cos, persistent=False)
+        self.register_buffer("rotary_sin", self.rotary.sin, persistent=False)
 
     def forward(self, ids: Tensor, positions: Tensor, batch: Any) -> Tensor:
         """[t] int64 twice -> [t, hidden]."""

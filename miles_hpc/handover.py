@@ -1,0 +1,219 @@
+"""Weights from trainers to engines on the same GPUs, without a copy through the host (`run.placement = "colocate"`).
+
+Every training rank lends whole tensors, a bucket at a time, to the engine beside it: over MPI goes a pickle that names memory
+of this process (CUDA IPC; on a CPU named shared memory), which the engine's worker on the same GPU opens and copies from. What
+was lent is kept until the engine says that it has it. Names, shapes and digests are checked as in `sync.py`.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from miles_hpc import device
+from miles_hpc.errors import SyncError, WorldError
+from miles_hpc.heartbeat import Heartbeat
+from miles_hpc.sync import Fused, Report, Weights, buckets, checkpoint_shapes, flatten
+from miles_hpc.world import World
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles_hpc.rollout.engine import EngineHost
+
+READY, LENT, TAKEN, CONFIRMED = 15, 16, 17, 18
+
+
+@dataclass(frozen=True)
+class Complete:
+    """End of a version: what every engine must hold now."""
+
+    version: int
+    stop: bool
+    """The run ends after this version."""
+    digests: dict[str, str]
+    """By engine tensor."""
+
+
+class Lender:
+    """The training side, on every training rank.
+
+    Args:
+        model_folder: the checkpoint that the engines loaded.
+        per_engine: training ranks that share an engine, one for each of its workers.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        trainer: Weights,
+        model_folder: Path,
+        heartbeat: Heartbeat,
+        seconds: float,
+        exact: bool,
+        per_engine: int,
+    ) -> None:
+        import torch
+
+        torch.multiprocessing.set_sharing_strategy("file_system")  # on a CPU: memory that any process can open by its name
+        self.world, self.trainer, self.heartbeat, self.seconds, self.exact = world, trainer, heartbeat, seconds, exact
+        self.expected = checkpoint_shapes(model_folder)
+        self.engine = world.rollout[world.role_rank // per_engine]
+        self.lent: torch.Tensor | None = None
+        if world.leads:
+            for engine in world.rollout:
+                world.receive(READY, seconds, f"the engine of rollout rank {engine} to start", source=engine)
+
+    def send(self, version: int, *, stop: bool = False) -> Report:
+        """Hand the trainer's weights over as `version`; collective over the training ranks.
+
+        Raises:
+            SyncError: a name or shape the engines do not know, or an engine whose tensors differ from what was lent.
+        """
+        self.heartbeat.enter("sync")
+        started, report, fused, seen = time.monotonic(), Report(), Fused(self.exact), set[str]()
+        for bucket in buckets(self._checked(seen, fused) if self.world.leads else self.trainer.weights()):
+            report.size += self._lend(bucket)
+        self._take_back()
+        device.collect_lent()
+        self._say(None)
+        if self.world.leads:
+            self._check_complete(version, seen)
+            report.digests = self._confirmed(Complete(version, stop, fused.digests()))
+        report.seconds = time.monotonic() - started
+        return report
+
+    def _checked(self, seen: set[str], fused: Fused) -> "Iterator[tuple[str, torch.Tensor]]":
+        for name, tensor in self.trainer.weights():
+            if self.expected.get(name) != tuple(tensor.shape):
+                raise SyncError(f"{name} has shape {tuple(tensor.shape)}, the engines loaded {self.expected.get(name)}")
+            seen.add(name)
+            fused.add(name, tensor)
+            yield name, tensor
+
+    def _check_complete(self, version: int, seen: set[str]) -> None:
+        if missing := sorted(self.expected.keys() - seen):
+            raise SyncError(f"version {version} lacks {len(missing)} tensors of the checkpoint", where=", ".join(missing[:3]))
+
+    def _confirmed(self, complete: Complete) -> int:
+        """Number of engine tensors found equal."""
+        for engine in self.world.rollout:
+            self.world.send(complete, engine, LENT, self.seconds, f"rollout rank {engine} to hear of digests")
+        compared = 0
+        for engine in self.world.rollout:
+            what = f"rollout rank {engine} to confirm weights {complete.version}"
+            different, count = self.world.receive(CONFIRMED, self.seconds, what, source=engine)
+            compared += count
+            if different:
+                raise SyncError(
+                    f"after weights {complete.version} {len(different)} engine tensors differ from what was lent: "
+                    + ", ".join(different[:3]),
+                    where=f"rollout rank {engine}",
+                )
+        return compared
+
+    def _lend(self, bucket: "list[tuple[str, torch.Tensor]]") -> int:
+        """Bytes lent; made ready while the engine copies the bucket before."""
+        flat = flatten(tensor for _, tensor in bucket)
+        self._take_back()
+        self.lent = flat
+        self._say(handle(bucket, flat))
+        return flat.nbytes
+
+    def _take_back(self) -> None:
+        if self.lent is not None:
+            what = f"rollout rank {self.engine} to take weights"
+            self.world.receive(TAKEN, self.seconds, what, source=self.engine)
+        self.lent = None
+
+    def _say(self, message: bytes | None) -> None:
+        self.world.send(message, self.engine, LENT, self.seconds, f"rollout rank {self.engine} to hear of weights")
+
+
+class Borrower:
+    """The rollout side: wakes the engine, has it copy what is lent, and compares digests.
+
+    Args:
+        workers: of the engine, one beside each of its training ranks.
+
+    Raises:
+        WorldError: the engine's training ranks are on another node.
+    """
+
+    def __init__(self, world: World, engine: "EngineHost", workers: int, heartbeat: Heartbeat, seconds: float) -> None:
+        self.world, self.engine, self.heartbeat, self.seconds = world, engine, heartbeat, seconds
+        self.version = -1
+        self.figures: dict[str, float] = {}
+        first = world.role_rank * workers
+        self.lenders = world.train[first : first + workers]
+        if {world.hosts[rank] for rank in self.lenders} != {world.hosts[world.rank]}:
+            raise WorldError(
+                f"the engine is on {world.hosts[world.rank]}, its training ranks on "
+                f"{', '.join(world.hosts[rank] for rank in self.lenders)}",
+                where=f"rollout rank {world.rank}",
+                next_step='let srun keep the order of SLURM_HOSTFILE, or set run.placement = "split"',
+            )
+        world.send(workers, world.train[0], READY, seconds, "the trainer to hear that the engine is up")
+
+    def receive(self, version: int) -> bool:
+        """Take weights until `version` is in the engine; False if the run ends with what was received."""
+        self.heartbeat.enter("sync")
+        going_on = True
+        while self.version < version and going_on:
+            self._take()
+            complete = self.world.receive(LENT, self.seconds, "digests from the trainer", source=self.world.train[0])
+            self._compare(complete)
+            self.version, going_on = complete.version, not complete.stop
+        return going_on
+
+    def leave(self) -> float:
+        """After a generation: seconds it took the engine to leave its GPUs to the training ranks."""
+        self.heartbeat.enter("swap")
+        return self._timed("engine/sleep_seconds", "sleep")
+
+    def _take(self) -> None:
+        """Memory for the weights when they come, for keys and values when buckets are no longer in the way."""
+        handles = self._handles()
+        self._timed("engine/wake_weights_seconds", "wake", regions=["weights"])
+        while handles:
+            self.engine.call("update_weights_from_tensor", timeout=self.seconds, serialized_named_tensors=handles)
+            for rank in self.lenders:
+                self.world.send(None, rank, TAKEN, self.seconds, "a training rank to hear that its weights were taken")
+            handles = self._handles()
+        self._timed("engine/wake_cache_seconds", "wake", regions=["kv_cache", "cuda_graph"])
+
+    def _handles(self) -> list[bytes]:
+        """One for each of the engine's workers; empty at the end of a version."""
+        what = "weights from the trainer"
+        handles = [self.world.receive(LENT, self.seconds, what, source=rank) for rank in self.lenders]
+        return handles if handles[0] is not None else []
+
+    def _timed(self, figure: str, call: str, **fields: list[str]) -> float:
+        started = time.monotonic()
+        self.engine.call(call, timeout=self.seconds, **fields)
+        self.figures[figure] = time.monotonic() - started
+        return self.figures[figure]
+
+    def _compare(self, complete: Complete) -> None:
+        # Keys and values of prompts were computed with the old weights.
+        self.engine.call("flush_cache", timeout=self.seconds, timeout_s=self.seconds)
+        ranks = self.engine.call("checksum", timeout=self.seconds)
+        # An engine over several GPUs holds slices, whose digests are not the whole tensor's.
+        expected = complete.digests if len(ranks) == 1 else {}
+        different = sorted(name for name, value in expected.items() if ranks[0].get(name) != value)
+        what = "the trainer to take a confirmation"
+        self.world.send((different, len(expected)), self.world.train[0], CONFIRMED, self.seconds, what)
+
+
+def handle(bucket: "list[tuple[str, torch.Tensor]]", flat: "torch.Tensor") -> bytes:
+    """What SGLang's `update_weights_from_tensor` opens: where `flat` is and what is where in it; valid while `flat` lives."""
+    sizes = [tensor.nbytes for _, tensor in bucket]
+    metadata = [
+        SimpleNamespace(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, start_idx=end - size, end_idx=end, numel=size)
+        for (name, tensor), size, end in zip(bucket, sizes, accumulate(sizes), strict=True)
+    ]
+    return bytes(ForkingPickler.dumps({"flattened_tensor": flat, "metadata": metadata}))
