@@ -119,6 +119,15 @@ def test_golden_gae_and_value_loss():
     close(values.grad, GOLDEN["verl/value_loss/grad"][MASK])
 
 
+def test_geometric_mis_by_hand():
+    """verl 0.9.1 has no such weight. Two samples whose mean log-ratios are log 2 and log 0.5."""
+    train = Train(lr=0.0, correction="geometric_mis", correction_low=0.9, correction_high=2.5)
+    log2 = float(np.log(2.0))
+    old = torch.tensor([2 * log2, 0.0, -log2, -log2])
+    t = Tokens(old.clone(), old, torch.ones(4), torch.tensor([0, 0, 1, 1]), 2, torch.zeros(4))
+    close(CORRECTIONS["geometric_mis"](t, train), torch.tensor([2.0, 2.0, 0.0, 0.0]))
+
+
 @pytest.mark.parametrize("name", ["tis", "icepop", "sequence_tis", "sequence_mis"])
 def test_golden_corrections(name):
     low, high = (0.0, 1.2) if "tis" in name else (0.6, 1.5)

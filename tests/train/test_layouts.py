@@ -18,6 +18,7 @@ LAYOUTS = {
     "critic_tensor": ("llama", {"tensor_parallel": 2, "advantage": "gae", "critic_lr": 1e-3, "teacher": "moe"}),
     "sequence_mean": ("qwen3", {"loss_mean": "sequence", "kl_coef": 0.1, "mini_batches": 1}),
 }
+FOUR = ("data", "critic")
 STEPS = 3
 
 
@@ -47,6 +48,16 @@ def two(models, saved_by_one, folder):
     lonely = {"prompts": 1, "group": 2, "expert_parallel": 2}
     jobs.append({"name": "lonely", "model": str(models["moe"]), "config": lonely, "steps": 1})
     return in_ranks(jobs, 2, folder / "two")
+
+
+@pytest.fixture(scope="module")
+def four(models, folder):
+    """Four data-parallel ranks; the MoE's experts on two and two of them."""
+    jobs = [
+        {"name": name, "model": str(models[LAYOUTS[name][0]]), "config": _settings(LAYOUTS[name][1], models), "steps": STEPS}
+        for name in FOUR
+    ]
+    return in_ranks(jobs, 4, folder / "four")
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +95,17 @@ def _alone(train, models=None):
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_give_the_losses_of_one(name, one, two):
-    for rank in two[name]:
-        for expected, found in zip(one[name]["metrics"], rank["metrics"], strict=True):
+    _same_losses(one[name], two[name])
+
+
+@pytest.mark.parametrize("name", FOUR)
+def test_four_ranks_give_the_losses_of_one(name, one, four):
+    _same_losses(one[name], four[name])
+
+
+def _same_losses(one, ranks):
+    for rank in ranks:
+        for expected, found in zip(one["metrics"], rank["metrics"], strict=True):
             assert found.keys() == expected.keys()
             for key in ("loss", "entropy", "kl", "logp_abs_diff_max", "logp_abs_diff_mean"):
                 assert found[f"train/{key}"] == pytest.approx(expected[f"train/{key}"], abs=1e-5), key

@@ -120,6 +120,22 @@ def test_without_any_signal_nothing_moves(models, tmp_path):
     assert (result.train_log_probs[s.loss_mask == 1] != 0).all()
 
 
+@pytest.mark.parametrize("advantage", ["group_std", "gae"])
+def test_samples_without_a_token_of_the_model_take_no_part(advantage, models, tmp_path):
+    """A whole group is masked out, as when every answer is a tool's: the others train as if it were not there."""
+    whole = samples()
+    masked = whole.loss_mask.copy()
+    masked[: whole.offsets[4]] = 0
+    results = []
+    for i, s in enumerate((dataclasses.replace(whole, loss_mask=masked), whole.take(np.arange(4, len(whole))))):
+        with trainer(config(advantage=advantage, critic_lr=1e-3), models["qwen3"], tmp_path / str(i)) as made:
+            results.append([made.step(s, _advantages(s), step).metrics for step in range(2)])
+    for with_masked, without in zip(*results, strict=True):
+        assert np.isfinite(list(with_masked.values())).all()
+        for key in without.keys() - {"train/tokens"}:
+            assert with_masked[key] == pytest.approx(without[key], abs=1e-5, rel=1e-4), key
+
+
 def test_learning_rate_zero_freezes_the_policy(models, tmp_path):
     with trainer(config(lr=0.0, mini_batches=2), models["moe"], tmp_path / "store") as made:
         before = {n: t.clone() for n, t in made.weights()}
