@@ -347,7 +347,7 @@ class Trainer:
         dist.barrier()
 
     def close(self) -> None:
-        """Leave all groups. They lie in reference cycles, and each has a thread of gloo's that wakes a hundred times a second."""
+        """Leave all groups. They lie in reference cycles, and each has a gloo thread that wakes a hundred times a second."""
         leave()
         gc.collect()
 
