@@ -133,6 +133,8 @@ def _problems(c: Config) -> Iterable[str]:
 
 
 def _placement_problems(c: Config) -> Iterable[str]:
+    if c.colocated and c.rollout.weight_transport:
+        yield 'run.placement = "colocate" hands weights over in memory; rollout.weight_transport has no place in it'
     if c.colocated:
         yield from _colocation_problems(c)
         return

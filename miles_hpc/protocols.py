@@ -141,6 +141,30 @@ class MetricReducer(Protocol):
     def __call__(self, step: int, figures: Mapping[str, float]) -> Mapping[str, float]: ...
 
 
+class Transport(Protocol):
+    """Carries bytes from the first training rank to all rollout ranks. A key is used once."""
+
+    def put(self, key: str, data: "np.ndarray") -> None:
+        """Make data, [bytes] uint8, available; every `get` of the key comes after this has returned."""
+
+    def get(self, key: str) -> "bytes | bytearray | memoryview | np.ndarray":
+        """The bytes that were put."""
+
+    def drop(self, key: str) -> None:
+        """Forget them: every engine has them."""
+
+
+class WeightTransport(Protocol):
+    """Gives an object with the methods `put(key, data)`, `get(key)` and `drop(key)` that carries weights from the first
+    training rank to the rollout ranks.
+
+    Called once on each of these ranks in every attempt. A version of the weights goes in several buckets; names, shapes and
+    digests are checked as always, and when a bucket may be fetched or dropped is agreed on over MPI.
+    """
+
+    def __call__(self, run: Path) -> Transport: ...
+
+
 class CheckpointStore(Protocol):
     """Where checkpoints are kept beside the run folder. A version appears whole or not at all."""
 
@@ -210,6 +234,7 @@ EDGES: dict[str, Edge] = {
     "rollout.rewards": Edge(Reward, "none: one of reward, rewards, group_reward", ("args", "sample")),
     "rollout.group_reward": Edge(GroupReward, "none", ("args", "samples")),
     "rollout.filters": Edge(Filter, "none: every group is trained on", ("args", "samples")),
+    "rollout.weight_transport": Edge(WeightTransport, "broadcast by NCCL or gloo"),
     "train.advantage": Edge(Advantage, "group_std", ("args", "samples")),
     "train.loss": Edge(Loss, "ppo"),
     "train.step_hook": Edge(StepHook, "none"),

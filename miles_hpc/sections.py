@@ -122,6 +122,8 @@ class Rollout(Section):
     """Tokens of key-value cache per engine."""
     max_running_requests: PositiveInt = 128
     """Sequences decoded together per engine."""
+    weight_transport: Edge | Literal[""] = ""
+    """Function `(run: Path) -> Transport` that carries weights to the engines; empty: broadcast over NCCL or gloo."""
     tensor_parallel: PositiveInt = 1
     """GPUs per engine."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0

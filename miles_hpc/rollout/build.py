@@ -15,6 +15,7 @@ from miles_hpc.rollout.reward import Reward
 from miles_hpc.rollout.role import RolloutRole
 from miles_hpc.samples.exchange import Outbox
 from miles_hpc.sync import Receiver
+from miles_hpc.transport import Carrier, Unpacker
 from miles_hpc.world import World
 
 
@@ -43,13 +44,15 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
     heartbeat.enter("engine start")
     engine.wait_ready()
     generator = Generator(config, engine, prompts, reward, held_out, judge, talk, whole)
-    receiver = _receiver(config, world, engine, heartbeat)
+    receiver = _receiver(config, paths, world, engine, heartbeat)
     outbox = Outbox(world, paths, attempt, seconds)
     return RolloutRole(config, paths, world, prompts, generator, receiver, outbox, Clock(heartbeat), seconds)
 
 
-def _receiver(config: Config, world: World, engine: EngineHost, heartbeat: Heartbeat) -> Receiver | Borrower:
+def _receiver(config: Config, paths: RunPaths, world: World, engine: EngineHost, heartbeat: Heartbeat) -> Receiver | Borrower:
     workers, seconds = config.rollout.tensor_parallel, config.patience_seconds
+    if config.rollout.weight_transport:
+        return Unpacker(world, engine, workers, heartbeat, seconds, Carrier.of(config, paths))
     if not config.colocated:
         return Receiver(world, engine, workers, backend(), heartbeat, seconds)
     engine.call("sleep")  # until weights come; the trainer may be in its warm start

@@ -3,7 +3,6 @@
 import logging
 import os
 import warnings
-from pathlib import Path
 
 from miles_hpc.archive import Archive
 from miles_hpc.checkpoint import Checkpoints
@@ -15,6 +14,7 @@ from miles_hpc.paths import RunPaths
 from miles_hpc.sync import Sender, open_store
 from miles_hpc.train.role import TrainRole
 from miles_hpc.train.trainer import Trainer
+from miles_hpc.transport import Carrier, Shipper
 from miles_hpc.world import World
 
 
@@ -29,16 +29,21 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
     seconds = config.patience_seconds
     folder = paths.model_of(config)
     trainer = Trainer(config, folder, world.role_rank, world.role_size, _store(world, seconds))
-    sender = _sender(config, world, trainer, folder, heartbeat)
+    sender = _sender(config, paths, world, attempt, trainer, heartbeat)
     archive = Archive.of(config, paths) if world.leads else None
     checkpoints = Checkpoints(paths, config.checkpoint.keep, world.role_barrier, world.leads, archive)
     return TrainRole(config, paths, world, attempt, trainer, checkpoints, Clock(heartbeat), sender, seconds)
 
 
-def _sender(config: Config, world: World, trainer: Trainer, folder: Path, heartbeat: Heartbeat) -> Sender | Lender:
-    seconds, exact = config.patience_seconds, config.run.numerics == "exact"
+def _sender(
+    config: Config, paths: RunPaths, world: World, attempt: int, trainer: Trainer, heartbeat: Heartbeat
+) -> Sender | Lender:
+    seconds, exact, folder = config.patience_seconds, config.run.numerics == "exact", paths.model_of(config)
     if config.colocated:
         return Lender(world, trainer, folder, heartbeat, seconds, exact, config.rollout.tensor_parallel)
+    if config.rollout.weight_transport:
+        carrier, name = Carrier.of(config, paths), paths.attempt(attempt).name
+        return Shipper(world, trainer, folder, heartbeat, seconds, exact, carrier, name)
     return Sender(world, trainer, folder, heartbeat, seconds, exact)
 
 

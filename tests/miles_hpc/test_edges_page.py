@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from miles_hpc import calls, protocols
+from miles_hpc import calls, protocols, transport
 from miles_hpc.archive import Archive
 from miles_hpc.config import Config
 from miles_hpc.data import Row
@@ -27,6 +27,7 @@ NAMES = {
     "rollout.reward": "page_edges:score",
     "rollout.group_reward": "page_edges:best_of_group",
     "rollout.filters": [{"function": "page_edges:enough_thought", "options": {"least": 2}}],
+    "rollout.weight_transport": "page_edges:over_files",
     "train.advantage": "page_edges:signs",
     "train.loss": "page_edges:loss",
     "train.step_hook": "page_edges:hook",
@@ -79,6 +80,9 @@ def test_the_examples_of_the_page_work(made: Config, tmp_path: Path, capsys: pyt
     assert len(module.prompts("train", 0)) == 1000
     assert module.few(0, {"reward/mean": 1.0, "train/loss": 2.0, "seconds/train": 3.0}) == {"reward/mean": 1.0, "seconds": 3.0}
     assert Archive.of(made, RunPaths(tmp_path / "run"))
+    (tmp_path / "run").mkdir()
+    transport.check(made, RunPaths(tmp_path / "run"))
+    assert not list((tmp_path / "run/weights").iterdir())
 
 
 class Letters:

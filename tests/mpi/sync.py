@@ -8,6 +8,7 @@ import pickle
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from miles_hpc.errors import MilesError
 from miles_hpc.handover import Borrower, Lender
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.sync import GROUP, Fused, Receiver, Sender
+from miles_hpc.transport import Carrier, Shipper, Unpacker
 from miles_hpc.world import connect
 
 
@@ -90,9 +92,28 @@ class Engine:
         return [fused.digests()]
 
 
+class Files:
+    """A transport over a folder; with mode `short` the last byte is lost on the way."""
+
+    def __init__(self, folder: Path, mode: str) -> None:
+        self.folder, self.short = folder, mode == "short"
+        folder.mkdir(exist_ok=True)
+
+    def put(self, key: str, data: Any) -> None:
+        (self.folder / f".{key}").write_bytes(data[: len(data) - self.short])
+        (self.folder / f".{key}").rename(self.folder / key)
+
+    def get(self, key: str) -> bytes:
+        return (self.folder / key).read_bytes()
+
+    def drop(self, key: str) -> None:
+        (self.folder / key).unlink()
+
+
 def main() -> None:
     role, size, folder, mode, *more = sys.argv[1:]
-    workers = int(more[0]) if more else 0
+    files = more == ["files"]
+    workers = int(more[0]) if more and not files else 0
     world = connect(role, int(size), lambda: None)
     heartbeat = Heartbeat(Path(folder) / f"beat-{world.rank}.json", role, world.rank, 1)
     dist.init_process_group(
@@ -101,8 +122,12 @@ def main() -> None:
     try:
         if role == "train":
             trainer = Trainer(Path(folder), mode)
-            lender = Lender(world, trainer, Path(folder), heartbeat, 60, False, workers) if workers else None
-            sender = lender or Sender(world, trainer, Path(folder), heartbeat, 60)
+            sender: Any = Sender
+            if workers:
+                sender = partial(Lender, exact=False, per_engine=workers)
+            if files:
+                sender = partial(Shipper, exact=False, carrier=Carrier(Files(Path(folder, "weights"), mode)), name="001")
+            sender = sender(world, trainer, Path(folder), heartbeat, 60)
             for trainer.version in range(3):
                 report = sender.send(trainer.version, stop=trainer.version == 2)
                 if world.leads:
@@ -110,8 +135,12 @@ def main() -> None:
                         file.write(f"{trainer.version} {report.size} {report.digests}\n")
         else:
             engine: Any = Engine(mode)
-            borrower = Borrower(world, engine, workers, heartbeat, 60) if workers else None
-            receiver = borrower or Receiver(world, engine, 1, "gloo", heartbeat, 60)
+            if files:
+                receiver: Any = Unpacker(world, engine, 1, heartbeat, 60, Carrier(Files(Path(folder, "weights"), mode)))
+            elif workers:
+                receiver = Borrower(world, engine, workers, heartbeat, 60)
+            else:
+                receiver = Receiver(world, engine, 1, "gloo", heartbeat, 60)
             Path(folder, f"took-{world.rank}").write_text(str([receiver.receive(version) for version in range(3)]))
     except MilesError as error:
         Path(folder, f"refused-{role}").write_text(str(error))  # what is printed just before an abort may be lost

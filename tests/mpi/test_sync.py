@@ -42,11 +42,26 @@ def test_weights_lent_by_every_training_rank_reach_the_engine_beside_it(mpi, mod
     assert [(model / f"took-{rank}").read_text() for rank in (4, 5)] == ["[True, True, False]"] * 2
 
 
+def test_weights_over_a_transport_of_the_users_own(mpi, model):
+    done = mpi("sync", "fine", "files", train=2, rollout=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    sent = [[int(word) for word in line.split()] for line in (model / "sent").read_text().splitlines()]
+    size = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
+    assert sent == [[version, size, 2 * len(engine_tensors(model))] for version in range(3)]
+    assert not list((model / "weights").iterdir())
+
+
+def test_bytes_that_a_transport_loses_are_named(mpi, model):
+    done = mpi("sync", "short", "files", train=1, rollout=1)
+    assert done.returncode != 0
+    assert "rollout.weight_transport get('001-000000000') must return" in (model / "refused-rollout").read_text()
+
+
 def engine_tensors(model) -> set[str]:
     return {sync.engine_tensor(name)[0] for name in load_file(model / "model.safetensors")}
 
 
-@pytest.mark.parametrize("lent", [False, True])
+@pytest.mark.parametrize("way", ["", "1", "files"], ids=["broadcast", "lent", "files"])
 @pytest.mark.parametrize(
     ("mode", "named"),
     [
@@ -55,8 +70,8 @@ def engine_tensors(model) -> set[str]:
         ("reshaped", "lm_head.weight has shape"),
     ],
 )
-def test_what_the_engine_would_not_notice_is_named(mpi, model, mode, named, lent):
-    done = mpi("sync", mode, *["1"] * lent, train=1, rollout=1)
+def test_what_the_engine_would_not_notice_is_named(mpi, model, mode, named, way):
+    done = mpi("sync", mode, *filter(None, [way]), train=1, rollout=1)
     assert done.returncode != 0
     assert named in (model / "refused-train").read_text()
 

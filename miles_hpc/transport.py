@@ -1,0 +1,187 @@
+"""`rollout.weight_transport`: weights on a way of the user's own, such as files where nodes share no other network.
+
+The user's object carries bytes under keys; what they are, and that they are right, is taken care of here: the first training
+rank puts bucket after bucket and announces each over MPI, every rollout rank gets it and hands it to its engine in shared
+memory, and digests are compared as in `sync.py`.
+"""
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from miles_hpc import edges
+from miles_hpc.attach import attach
+from miles_hpc.config import Config
+from miles_hpc.handover import LENT, READY, TAKEN, Borrower, Lender, handle
+from miles_hpc.heartbeat import Heartbeat
+from miles_hpc.paths import RunPaths
+from miles_hpc.sync import Weights, announce, checkpoint_shapes, flatten
+from miles_hpc.world import World
+
+if TYPE_CHECKING:
+    import torch
+
+    from miles_hpc.rollout.engine import EngineHost
+
+KEY = "rollout.weight_transport"
+METHODS = {"put": ("key", "data"), "get": ("key",), "drop": ("key",)}
+
+
+class Carrier:
+    """The user's transport, its answers checked.
+
+    Args:
+        made: what the edge returned, see `protocols.Transport`.
+    """
+
+    def __init__(self, made: Any) -> None:
+        self.made = made
+
+    @classmethod
+    def of(cls, config: Config, paths: RunPaths) -> "Carrier":
+        """Raises: EdgeError: the function cannot be loaded, raised, or returned no transport."""
+        function = attach(config, KEY, config.rollout.weight_transport)
+        made = edges.call(function, paths.folder, key=KEY)
+        for method, arguments in METHODS.items():
+            if not callable(getattr(made, method, None)):
+                raise edges.wrong(KEY, function, f"an object with the methods {', '.join(METHODS)}", made)
+            edges.check_signature(getattr(made, method), f"{config.rollout.weight_transport}.{method}", KEY, arguments)
+        return cls(made)
+
+    def put(self, key: str, data: np.ndarray) -> None:
+        """Raises: EdgeError."""
+        edges.call(self.made.put, key, data, key=f"{KEY} put({key!r})")
+
+    def get(self, key: str, size: int) -> np.ndarray:
+        """[size] uint8. Raises: EdgeError: it raised, or gave another number of bytes."""
+        name = f"{KEY} get({key!r})"
+        found = edges.call(self.made.get, key, key=name)
+        try:
+            data = np.frombuffer(found, np.uint8)
+        except (TypeError, ValueError):
+            raise edges.wrong(name, self.made.get, f"{size} bytes", found) from None
+        if len(data) != size:
+            raise edges.wrong(name, self.made.get, f"{size} bytes, not {len(data)}", found)
+        return data
+
+    def drop(self, key: str) -> None:
+        """Raises: EdgeError."""
+        edges.call(self.made.drop, key, key=f"{KEY} drop({key!r})")
+
+
+def check(config: Config, paths: RunPaths) -> None:
+    """Send a few bytes to and fro before an engine starts.
+
+    Raises:
+        EdgeError: the transport cannot be used.
+    """
+    if not config.rollout.weight_transport:
+        return
+    carrier, data = Carrier.of(config, paths), np.arange(256, dtype=np.uint8)
+    carrier.put("check", data)
+    found = carrier.get("check", len(data))
+    if not np.array_equal(found, data):
+        raise edges.wrong(f"{KEY} get('check')", carrier.made.get, "the bytes that were put", bytes(found))
+    carrier.drop("check")
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Announcement of a bucket."""
+
+    key: str
+    size: int
+    """Bytes."""
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+class Shipper(Lender):
+    """The training side: the first rank sends, the others only gather with it.
+
+    Args:
+        name: of the attempt; no key is used twice.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        trainer: Weights,
+        model_folder: Path,
+        heartbeat: Heartbeat,
+        seconds: float,
+        exact: bool,
+        carrier: Carrier,
+        name: str,
+    ) -> None:
+        self.world, self.trainer, self.heartbeat, self.seconds, self.exact = world, trainer, heartbeat, seconds, exact
+        self.expected, self.carrier = checkpoint_shapes(model_folder), carrier
+        self.keys = (f"{name}-{number:09d}" for number in itertools.count())
+        self.under_way = ""
+        if world.leads:
+            for engine in world.rollout:
+                world.receive(READY, seconds, f"the engine of rollout rank {engine} to start", source=engine)
+
+    def _lend(self, bucket: "list[tuple[str, torch.Tensor]]") -> int:
+        """Bytes sent; the next bucket is put while the engines take the one before."""
+        if not self.world.leads:
+            return 0
+        data, key = flatten(tensor for _, tensor in bucket).cpu().numpy(), next(self.keys)
+        self.carrier.put(key, data)
+        self._take_back()
+        self.under_way, what = key, announce(bucket)
+        self._say(Parcel(key, data.nbytes, what.names, what.dtypes, what.shapes))
+        return data.nbytes
+
+    def _take_back(self) -> None:
+        if not self.under_way:
+            return
+        for engine in self.world.rollout:
+            self.world.receive(TAKEN, self.seconds, f"rollout rank {engine} to take weights", source=engine)
+        self.carrier.drop(self.under_way)
+        self.under_way = ""
+
+    def _say(self, message: Any) -> None:
+        for engine in self.world.rollout if self.world.leads else ():
+            self.world.send(message, engine, LENT, self.seconds, f"rollout rank {engine} to hear of weights")
+
+
+class Unpacker(Borrower):
+    """The rollout side.
+
+    Args:
+        workers: of the engine; each opens the same shared memory.
+    """
+
+    def __init__(
+        self, world: World, engine: "EngineHost", workers: int, heartbeat: Heartbeat, seconds: float, carrier: Carrier
+    ) -> None:
+        import torch
+
+        torch.multiprocessing.set_sharing_strategy("file_system")  # memory that any process can open by its name
+        self.world, self.engine, self.heartbeat, self.seconds = world, engine, heartbeat, seconds
+        self.workers, self.carrier, self.lead = workers, carrier, world.train[0]
+        self.version = -1
+        self.figures: dict[str, float] = {}
+        world.send(workers, self.lead, READY, seconds, "the trainer to hear that the engine is up")
+
+    def _take(self) -> None:
+        while parcel := self.world.receive(LENT, self.seconds, "weights from the trainer", source=self.lead):
+            tensors, flat = self._unpack(parcel)
+            handles = [handle(tensors, flat)] * self.workers
+            self.engine.call("update_weights_from_tensor", timeout=self.seconds, serialized_named_tensors=handles)
+            self.world.send(None, self.lead, TAKEN, self.seconds, "the trainer to hear that its weights were taken")
+
+    def _unpack(self, parcel: Parcel) -> "tuple[list[tuple[str, torch.Tensor]], torch.Tensor]":
+        """The tensors by name, and the memory that they lie in."""
+        import torch
+
+        flat = torch.from_numpy(self.carrier.get(parcel.key, parcel.size).copy()).share_memory_()
+        kinds = [getattr(torch, kind) for kind in parcel.dtypes]
+        sizes = [int(np.prod(shape)) * kind.itemsize for shape, kind in zip(parcel.shapes, kinds, strict=True)]
+        views = (part.view(kind).view(shape) for part, kind, shape in zip(flat.split(sizes), kinds, parcel.shapes, strict=True))
+        return list(zip(parcel.names, views, strict=True)), flat
