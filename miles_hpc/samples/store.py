@@ -5,6 +5,7 @@ announced over MPI; a folder is listed only at a restart. HDF5's own file locks 
 refuse them.
 """
 
+import errno
 import io
 import os
 import re
@@ -28,6 +29,10 @@ from miles_hpc.samples.schema import ARRAYS, PER_SAMPLE, PER_TOKEN, TEXT, Sample
 # A rename announced over MPI may reach a network filesystem's client later than the message (ENOENT, ESTALE).
 VISIBLE_SECONDS = 30.0
 
+# Somebody may make room while the ranks wait; to end the world at once would cost all of them another start.
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL_SECONDS, RETRY_SECONDS = 30.0, 0.5
+
 # What h5py raises for a file whose structure is broken, besides OSError.
 DAMAGE = (KeyError, ValueError, RuntimeError, IndexError, TypeError, AttributeError, OverflowError, MemoryError)
 
@@ -36,7 +41,8 @@ def write(paths: RunPaths, step: int, rank: int, attempt: int, samples: Samples)
     """Write one rollout shard of `step` and return its final name.
 
     Raises:
-        SampleError: the filesystem refused (full, read-only, gone); nothing is left behind under the final name.
+        SampleError: the filesystem refused (read-only, gone, full for half a minute); nothing is left behind under the final
+            name.
     """
     folder = paths.step_samples(step)
     arrays = {name: getattr(samples, name) for name in ARRAYS}
@@ -110,6 +116,23 @@ def set_aside(shard: Path) -> Path:
 def _commit(
     final: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[str, list[str]], attributes: Mapping[str, int]
 ) -> None:
+    """Write and rename; where the disk is full, again and again for a while."""
+    end, told = time.monotonic() + FULL_SECONDS, False
+    while True:
+        try:
+            return _write(final, arrays, texts, attributes)
+        except OSError as error:
+            if error.errno not in FULL or time.monotonic() >= end:
+                raise _refused(error, final) from error
+            if not told:
+                print(f"shard cannot be written, trying again for {FULL_SECONDS:.0f} s: {error}: {final}", flush=True)
+            told = True
+        time.sleep(RETRY_SECONDS)
+
+
+def _write(
+    final: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[str, list[str]], attributes: Mapping[str, int]
+) -> None:
     temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
     try:
         with _Sink(temporary, "x+") as sink:
@@ -117,9 +140,9 @@ def _commit(
             sink.settle()
         temporary.rename(final)
         fsync(final.parent)
-    except OSError as error:
+    except OSError:
         temporary.unlink(missing_ok=True)
-        raise _refused(error, final) from error
+        raise
 
 
 class _Sink(io.FileIO):

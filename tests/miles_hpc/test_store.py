@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -150,20 +151,37 @@ def test_killed_at_any_time_leaves_only_whole_shards(tmp_path):
         assert same(store.read(shard, deadline=0), make([50] * 200))
 
 
-def test_no_space_is_said_and_leaves_nothing(tmp_path):
+@contextmanager
+def full_disk():
+    """No file may grow beyond 20 kB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    paths = RunPaths(tmp_path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
-        with pytest.raises(SampleError) as raised:
-            store.write(paths, 0, 1, 1, make([5000] * 20))
+        yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_no_space_is_said_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "FULL_SECONDS", 0.3)
+    monkeypatch.setattr(store, "RETRY_SECONDS", 0.05)
+    paths = RunPaths(tmp_path)
+    with full_disk(), pytest.raises(SampleError) as raised:
+        store.write(paths, 0, 1, 1, make([5000] * 20))
     assert "rollout-0001-000.h5" in raised.value.where and "quota" in raised.value.next_step
     assert list(paths.step_samples(0).iterdir()) == []
     assert same(store.read(store.write(paths, 0, 1, 1, make([5]))), make([5]))
+
+
+def test_a_disk_that_is_full_for_a_moment_costs_a_moment(tmp_path, capsys):
+    paths, samples = RunPaths(tmp_path), make([5000] * 20)
+    with full_disk() as make_room:
+        threading.Timer(0.7, make_room).start()
+        shard = store.write(paths, 0, 1, 1, samples)
+    assert same(store.read(shard), samples) and list(paths.step_samples(0).iterdir()) == [shard]
+    assert capsys.readouterr().out.count("cannot be written, trying again") == 1
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
