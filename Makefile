@@ -7,7 +7,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long check bench clean cluster-up cluster-down
+.PHONY: help install demo test test-long chaos check bench clean cluster-up cluster-down
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,6 +29,9 @@ test: $(STAMP)  ## all tests but the long ones
 
 test-long: $(STAMP)  ## learning and other long tests; the result goes to docs/benchmarks
 	$(BIN)/pytest -m long
+
+chaos: $(STAMP)  ## a run that is hit by some forty faults, against one that is not (under 30 minutes)
+	$(BIN)/python tests/chaos/run.py
 
 check: $(STAMP)  ## style, shell scripts, types, import rules, sizes
 	$(BIN)/ruff check .

@@ -1,0 +1,161 @@
+"""What a training and a rollout rank do to a run folder, each call in a process of its own, with the real trainer.
+
+A process can be told to die in the middle: `bomb` is the name of a function of `os` and which of its calls is the last.
+"""
+
+import contextlib
+import hashlib
+import io
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from miles_hpc import config as configuration
+from miles_hpc.paths import RunPaths
+
+SPAWN = multiprocessing.get_context("forkserver")
+SPAWN.set_forkserver_preload(["miles_hpc.train.trainer"])
+NOBODY = 65534
+Bomb = tuple[str, int]
+
+
+@dataclass
+class Found:
+    """What a loader found in a run folder."""
+
+    version: int | None = None
+    """Of the checkpoint it resumed from."""
+    digest: str = ""
+    """sha256 of its weights."""
+    groups: dict[int, list[int]] = field(default_factory=dict)
+    """Prompt ids in the shards that it took over, by step."""
+    said: str = ""
+    """Log, output and error."""
+
+
+def load(folder: Path) -> Found:
+    """Resume and list what is left, as ranks do at their start."""
+    return call(_load, folder)
+
+
+def save(folder: Path, **fault: Any) -> Found:
+    """Resume, then save the next version."""
+    return call(_save, folder, **fault)
+
+
+def write(folder: Path, **fault: Any) -> Found:
+    """Write the shards that an earlier attempt has left once more, as a rank of another number."""
+    return call(_write, folder, **fault)
+
+
+def call(function: Callable[..., None], folder: Path, watch: Callable[[int], None] = lambda pid: None, **fault: Any) -> Found:
+    """Run `function` in a new process, `watch(pid)` beside it; what it had found until its end."""
+    ours, theirs = SPAWN.Pipe(duplex=False)
+    process = SPAWN.Process(target=_run, args=(theirs, function, folder), kwargs=fault)
+    process.start()
+    theirs.close()
+    watch(process.pid)
+    process.join(240)
+    process.kill()
+    return ours.recv() if process.exitcode == 0 else Found(said=f"exit code {process.exitcode}")
+
+
+def _run(pipe: Connection, function: Callable[..., None], folder: Path, user: int = 0, **fault: Any) -> None:
+    found, said = Found(), io.StringIO()
+    if user:
+        os.setuid(user)
+    warnings.simplefilter("ignore")
+    logging.basicConfig(stream=said, level=logging.ERROR, force=True)
+    with contextlib.redirect_stdout(said):
+        try:
+            function(RunPaths(folder), found, **fault)
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}")
+    found.said = said.getvalue()
+    pipe.send(found)
+    os._exit(0)  # process groups of torch are of no interest any more
+
+
+@contextlib.contextmanager
+def _trainer(paths: RunPaths) -> Iterator[tuple[Any, Any]]:
+    from miles_hpc.checkpoint import Checkpoints
+    from miles_hpc.train.trainer import Trainer
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    config = configuration.read(paths.config)
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = Trainer(config, paths.model_of(config), 0, 1, f"file://{scratch}/store")
+        yield trainer, Checkpoints(paths, config.checkpoint.keep, lambda: None, True)
+
+
+def _load(paths: RunPaths, found: Found) -> None:
+    from miles_hpc.rollout.role import leftovers
+
+    with _trainer(paths) as (trainer, checkpoints):
+        found.version = checkpoints.resume(trainer)
+        found.digest = _digest(trainer)
+    steps = configuration.read(paths.config).run.steps
+    left = leftovers(paths, found.version or 0, steps)
+    found.groups = {step: sorted(i for shard in shards for i in shard.prompt_ids) for step, shards in left.items()}
+
+
+def _save(paths: RunPaths, found: Found, bomb: Bomb | None = None, limit: int = 0, before: Callable | None = None) -> None:
+    with _trainer(paths) as (trainer, checkpoints):
+        found.version = checkpoints.resume(trainer)
+        if before:
+            before(paths)
+        _limit(limit)
+        _arm(bomb)
+        checkpoints.save(trainer, (found.version or 0) + 1)
+
+
+def _write(paths: RunPaths, found: Found, bomb: Bomb | None = None, limit: int = 0) -> None:
+    from miles_hpc.samples import store
+
+    store.FULL_SECONDS = 0.0
+    step = max(int(folder.name.removeprefix("step-")) for folder in paths.samples.iterdir())
+    samples = store.read(store.on_disk(paths, step)[0])
+    _limit(limit)
+    _arm(bomb)
+    store.write(paths, step, 99, 1, samples)
+
+
+def _digest(trainer: Any) -> str:
+    found = hashlib.sha256()
+    for name, tensor in trainer.weights():
+        found.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _limit(size: int) -> None:
+    """No file may grow beyond `size` bytes, as on a full disk."""
+    if size:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def _arm(bomb: Bomb | None) -> None:
+    """SIGKILL at a call of a function of `os`: before it, or with a negative number after it."""
+    if bomb is None:
+        return
+    name, count = bomb
+    original, left = getattr(os, name), [abs(count)]
+
+    def fatal(*arguments: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0 and count < 0:
+            original(*arguments, **options)
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **options)
+
+    setattr(os, name, fatal)

@@ -1,0 +1,82 @@
+"""A fixed part of `make chaos`: one run, a few faults of every class, and nothing is different at its end."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+import storage
+from faults import ENGINE_A, FAULTS, TRAINER, death
+from harness import differences, finish, interrupted, planned, private_cluster, start, strike
+
+pytestmark = [pytest.mark.slurm, pytest.mark.engine]
+CHOSEN = {
+    "SIGKILL of a rollout rank",
+    "reward raises",
+    "reward is NaN",
+    "request out of memory",
+    "no space for a shard",
+    "USR2 to the batch shell",
+    "rollout rank stopped for 5 s",
+}
+ON_DISK = {"bit flipped in a checkpoint", "shard truncated", "killed while saving", "disk full while saving"}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with private_cluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def runs(cluster, tmp_path_factory):
+    """The disturbed run with the outcomes of its faults, and the undisturbed one."""
+    folder, plan = tmp_path_factory.mktemp("chaos"), planned(fault for fault in FAULTS if fault.name in CHOSEN)
+    undisturbed = start(cluster, folder / "undisturbed", plan)
+    finish(undisturbed)
+    subject = start(cluster, folder / "chaos", plan)
+    outcomes = strike(subject, plan, folder / "faults.jsonl")
+    finish(subject)
+    return subject, undisturbed, outcomes
+
+
+def test_every_fault_is_survived_and_named(runs):
+    _, _, outcomes = runs
+    assert {outcome.name for outcome in outcomes} == CHOSEN
+    assert [f"{outcome.name}: {outcome.problems}" for outcome in outcomes if outcome.problems] == []
+
+
+def test_nothing_is_lost_or_different_at_the_end(runs):
+    subject, undisturbed, _ = runs
+    assert differences(subject, undisturbed) == []
+
+
+@pytest.fixture(scope="module")
+def on_disk(runs, tmp_path_factory):
+    chosen = [fault for fault in storage.FAULTS if fault.name in ON_DISK]
+    outcomes = storage.strike(interrupted(runs[0]), tmp_path_factory.mktemp("storage"), chosen)
+    return {outcome.name: outcome.problems for outcome in outcomes}
+
+
+@pytest.mark.parametrize("name", sorted(ON_DISK))
+def test_what_is_damaged_is_named_and_the_newest_valid_is_found(name, on_disk):
+    assert on_disk[name] == []
+
+
+@pytest.mark.long
+def test_interrupted_at_step_0_at_the_end_of_an_epoch_and_at_the_last_step(cluster, tmp_path):
+    """An epoch of 48 prompts ends with step 2 and with the last step."""
+    rows = [f'{{"prompt": "{i % 9} + {i // 9 + 1} =", "label": "{i % 9 + i // 9 + 1}"}}\n' for i in range(48)]
+    moments = [(0, "train"), (3, "checkpoint"), (5, "train"), (6, "checkpoint")]
+    plan = [(step, death(f"SIGKILL in {phase} {step}", TRAINER, phase)) for step, phase in moments]
+    plan.insert(2, (4, death("SIGKILL of an engine's rank", ENGINE_A, "rollout")))
+    (tmp_path / "prompts.jsonl").write_text("".join(rows))
+    runs = {}
+    for name in ("undisturbed", "chaos"):
+        overrides = ("run.steps=6", f"data.prompts={tmp_path / 'prompts.jsonl'}")
+        runs[name] = start(cluster, tmp_path / name, plan, *overrides)
+        outcomes = strike(runs[name], plan, tmp_path / "faults.jsonl") if name == "chaos" else []
+        finish(runs[name])
+    assert [outcome.problems for outcome in outcomes if outcome.problems] == []
+    assert differences(runs["chaos"], runs["undisturbed"]) == []
