@@ -63,11 +63,13 @@ class Checkpoints:
         """
         folder = self.paths.checkpoint(version)
         partial = folder.with_name(f".{folder.name}.partial")
-        if self.leads:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        self.barrier()
         try:
+            if self.leads:
+                shutil.rmtree(partial, ignore_errors=True)
+                # Not the run's own folder: where a mount has gone, a new one would be of the local disk.
+                self.paths.checkpoints.mkdir(exist_ok=True)
+                partial.mkdir()
+            self.barrier()
             state.save(partial, {"version": version})
             self.barrier()
             # Every rank reads back a share of the files, so that the sums cost little on many nodes.

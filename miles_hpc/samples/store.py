@@ -50,7 +50,7 @@ def write(paths: RunPaths, step: int, rank: int, attempt: int, samples: Samples)
     texts = {name: getattr(samples, name) for name in TEXT}
     index = 0
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
         while paths.rollout_shard(step, rank, index).exists():
             index += 1
     except OSError as error:
@@ -74,7 +74,7 @@ def write_train(
     arrays |= {"train_log_probs": np.asarray(train_log_probs, np.float32), "advantages": np.asarray(advantages, np.float32)}
     final = paths.train_shard(step, rank)
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
+        _make(final.parent)
     except OSError as error:
         raise _refused(error, final.parent) from error
     _commit(final, arrays, {}, {"step": step, "rank": rank})
@@ -111,6 +111,12 @@ def set_aside(shard: Path) -> Path:
     aside = shard.with_suffix(".damaged")
     shard.rename(aside)
     return aside
+
+
+def _make(folder: Path) -> None:
+    """The folder of a step; not the run's own: where a mount has gone, a new one would be of the local disk."""
+    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)
 
 
 def _commit(

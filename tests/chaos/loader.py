@@ -1,6 +1,6 @@
 """What a training and a rollout rank do to a run folder, each call in a process of its own, with the real trainer.
 
-A process can be told to die in the middle: `bomb` is the name of a function of `os` and which of its calls is the last.
+A process can be told to die in the middle: at a call of a function of `os` with a certain file, before or after it.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,15 @@ from miles_hpc.paths import RunPaths
 SPAWN = multiprocessing.get_context("forkserver")
 SPAWN.set_forkserver_preload(["miles_hpc.train.trainer"])
 NOBODY = 65534
-Bomb = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Bomb:
+    """SIGKILL at the first call of `os.<function>` with a path that matches."""
+
+    function: str
+    path: str
+    after: bool = False
 
 
 @dataclass
@@ -69,10 +78,8 @@ def call(function: Callable[..., None], folder: Path, watch: Callable[[int], Non
     return ours.recv() if process.exitcode == 0 else Found(said=f"exit code {process.exitcode}")
 
 
-def _run(pipe: Connection, function: Callable[..., None], folder: Path, user: int = 0, **fault: Any) -> None:
+def _run(pipe: Connection, function: Callable[..., None], folder: Path, **fault: Any) -> None:
     found, said = Found(), io.StringIO()
-    if user:
-        os.setuid(user)
     warnings.simplefilter("ignore")
     logging.basicConfig(stream=said, level=logging.ERROR, force=True)
     with contextlib.redirect_stdout(said):
@@ -108,24 +115,23 @@ def _load(paths: RunPaths, found: Found) -> None:
     found.groups = {step: sorted(i for shard in shards for i in shard.prompt_ids) for step, shards in left.items()}
 
 
-def _save(paths: RunPaths, found: Found, bomb: Bomb | None = None, limit: int = 0, before: Callable | None = None) -> None:
-    with _trainer(paths) as (trainer, checkpoints):
+def _save(paths: RunPaths, found: Found, before: Callable[[RunPaths], None] | None = None, **fault: Any) -> None:
+    with _trainer(paths) as (trainer, checkpoints), tempfile.TemporaryDirectory() as scratch:
         found.version = checkpoints.resume(trainer)
+        trainer.save(Path(scratch), {})  # loads what another user may not read
         if before:
             before(paths)
-        _limit(limit)
-        _arm(bomb)
+        _suffer(**fault)
         checkpoints.save(trainer, (found.version or 0) + 1)
 
 
-def _write(paths: RunPaths, found: Found, bomb: Bomb | None = None, limit: int = 0) -> None:
+def _write(paths: RunPaths, found: Found, **fault: Any) -> None:
     from miles_hpc.samples import store
 
     store.FULL_SECONDS = 0.0
     step = max(int(folder.name.removeprefix("step-")) for folder in paths.samples.iterdir())
     samples = store.read(store.on_disk(paths, step)[0])
-    _limit(limit)
-    _arm(bomb)
+    _suffer(**fault)
     store.write(paths, step, 99, 1, samples)
 
 
@@ -136,26 +142,26 @@ def _digest(trainer: Any) -> str:
     return found.hexdigest()
 
 
-def _limit(size: int) -> None:
-    """No file may grow beyond `size` bytes, as on a full disk."""
-    if size:
+def _suffer(bomb: Bomb | None = None, limit: int = 0, user: int = 0) -> None:
+    """Have what is done next fail: by a death, by a disk on which no file may have more than `limit` bytes, as another user."""
+    if bomb:
+        _arm(bomb)
+    if limit:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    if user:
+        os.setuid(user)
 
 
-def _arm(bomb: Bomb | None) -> None:
-    """SIGKILL at a call of a function of `os`: before it, or with a negative number after it."""
-    if bomb is None:
-        return
-    name, count = bomb
-    original, left = getattr(os, name), [abs(count)]
+def _arm(bomb: Bomb) -> None:
+    original = getattr(os, bomb.function)
 
-    def fatal(*arguments: Any, **options: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0 and count < 0:
-            original(*arguments, **options)
-        if left[0] == 0:
+    def fatal(target: Any, *others: Any) -> Any:
+        path = str(Path(f"/proc/self/fd/{target}").readlink() if isinstance(target, int) else target)
+        hit = fnmatch(path, bomb.path)
+        result = None if hit and not bomb.after else original(target, *others)
+        if hit:
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(*arguments, **options)
+        return result
 
-    setattr(os, name, fatal)
+    setattr(os, bomb.function, fatal)

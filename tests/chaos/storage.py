@@ -12,7 +12,7 @@ from pathlib import Path
 import loader
 import psutil
 from harness import SEED, Outcome, differences, finish
-from loader import Found
+from loader import Bomb, Found
 from subject import GaveUp, Subject
 
 from miles_hpc.errors import MilesError
@@ -123,11 +123,13 @@ FAULTS = [
     StorageFault("shard truncated", lambda p: truncate(shard(p)), said=("set aside",), shards_lost=1),
     StorageFault("bit flipped in a shard", lambda p: flip(shard(p)), said=("set aside",), shards_lost=1),
     StorageFault("killed while saving", killed_at_some_byte, said=KILLED),
-    StorageFault("killed before the manifest", partial(save, bomb=("fsync", 2)), said=KILLED),
-    StorageFault("killed before the rename of a checkpoint", partial(save, bomb=("rename", 1)), said=KILLED),
-    StorageFault("killed after the rename of a checkpoint", partial(save, bomb=("rename", -1)), 1, KILLED),
-    StorageFault("killed while writing a shard", partial(write, bomb=("fsync", 1)), said=KILLED),
-    StorageFault("killed before the rename of a shard", partial(write, bomb=("rename", 1)), said=KILLED),
+    StorageFault("killed before the manifest", partial(save, bomb=Bomb("fsync", "*.partial/*")), said=KILLED),
+    StorageFault("killed before the rename of a checkpoint", partial(save, bomb=Bomb("rename", "*.partial")), said=KILLED),
+    StorageFault(
+        "killed after the rename of a checkpoint", partial(save, bomb=Bomb("rename", "*.partial", after=True)), 1, KILLED
+    ),
+    StorageFault("killed while writing a shard", partial(write, bomb=Bomb("fsync", "*.tmp")), said=KILLED),
+    StorageFault("killed before the rename of a shard", partial(write, bomb=Bomb("rename", "*.tmp")), said=KILLED),
     StorageFault("disk full while saving", partial(save, limit=100_000), said=("CheckpointError", "cannot be written")),
     StorageFault("disk full at a shard", partial(write, limit=1000), said=("SampleError", "cannot be written")),
     StorageFault("checkpoints read-only", partial(read_only, call=loader.save), said=("CheckpointError", "cannot be written")),

@@ -36,6 +36,7 @@ class Counter:
 
 @pytest.fixture
 def paths(tmp_path):
+    (tmp_path / "a run").mkdir()
     return RunPaths(tmp_path / "a run")
 
 
@@ -114,6 +115,13 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(checkpoints):
     checkpoints.save(Counter(), 1)
     with pytest.raises(ModelError, match=r"num_hidden_layers = 2 \(this model: 3\)"):
         checkpoints.resume(Counter(layers=3))
+
+
+def test_a_run_folder_that_is_gone_is_said_and_not_made_anew(checkpoints, paths):
+    paths.folder.rename(paths.folder.with_name("gone"))
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        checkpoints.save(Counter(1), 1)
+    assert not paths.folder.exists()
 
 
 def test_all_ranks_meet_around_the_write(paths):

@@ -197,6 +197,15 @@ def test_a_file_where_a_folder_should_be(tmp_path):
         store.write(RunPaths(tmp_path), 0, 1, 1, make([2]))
 
 
+def test_a_run_folder_that_is_gone_is_said_and_not_made_anew(tmp_path):
+    paths = RunPaths(tmp_path / "gone")
+    with pytest.raises(SampleError, match="cannot be written"):
+        store.write(paths, 0, 1, 1, make([2]))
+    with pytest.raises(SampleError, match="cannot be written"):
+        store.write_train(paths, 0, 0, make([2]), np.zeros(2), np.zeros(1))
+    assert not paths.folder.exists()
+
+
 @pytest.mark.parametrize("keep", [0, 7, 100, 0.5, 0.9])
 def test_truncated_shard(tmp_path, keep):
     shard = store.write(RunPaths(tmp_path), 0, 1, 1, make([30, 40]))
