@@ -4,6 +4,7 @@ The format reshards: a run may resume with other numbers of data- or tensor-para
 """
 
 import json
+import queue
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +37,10 @@ class Held(NamedTuple):
 def save(folder: Path, held: Held, extra: dict[str, Any]) -> None:
     """Write weights, optimizer, random states and `extra` (JSON-able); collective."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    # Megatron would start a process for the queue of its writers, which outlives a rank that is killed. They are threads here.
+    filesystem_async._results_queue = queue.Queue()
     common = {
         "extra": json.dumps(extra),
         "random": _random_states(),

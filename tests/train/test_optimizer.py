@@ -1,5 +1,6 @@
 """The three cures of resuming megatron's distributed AdamW without Transformer Engine (see `train/optimizer.py`)."""
 
+import psutil
 import pytest
 import torch
 from train_parts import config, run_steps, samples, trainer
@@ -42,6 +43,16 @@ def test_a_state_from_before_the_first_step_is_saved_and_read(models, tmp_path):
         made.load(tmp_path / "saved")
         assert set(optimizer.step_counters(made.optimizer)) == {0.0}
         _same(run_steps(made, 1), expected)
+
+
+def test_saving_starts_no_process(models, tmp_path):
+    """A process of the trainer's would outlive its death by SIGKILL."""
+    (tmp_path / "saved").mkdir()
+    before = set(psutil.Process().children(recursive=True))
+    with trainer(config(), models["qwen3"], tmp_path / "a") as made:
+        made.save(tmp_path / "saved", {})
+        assert set(psutil.Process().children(recursive=True)) <= before
+        made.load(tmp_path / "saved")
 
 
 def test_a_warm_start_leaves_no_trace_in_the_optimizer(models, tmp_path):
