@@ -38,7 +38,7 @@ class Fault:
     noticed: Callable[[Subject, int], bool] | None = None
     """True once the run says so, of a fault that leaves no verdict; None: nothing need be said."""
     abrupt: bool = False
-    """All other ranks must be gone within two seconds."""
+    """All other ranks must be gone at once."""
     copied: bool = False
     """The folder is copied when the attempt has ended, for the storage faults."""
     seconds: float = 0.0

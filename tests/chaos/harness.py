@@ -27,6 +27,8 @@ EXAMPLE = ROOT / "docs/examples/exact-moe.toml"
 SEED = 7
 FIRST, EVERY = 2, 2
 """Steps of the first fault, and from one fault to the next."""
+GONE_SECONDS = 12.0
+"""Until all processes of an attempt have ended for the death of one: Slurm's KillWait and some."""
 STEPS_PER_SECOND = 1.5
 """On an idle machine: as many are spent on a fault that lasts, such as a controller that is gone for 20 s."""
 SMALL = [
@@ -152,7 +154,7 @@ def _watch_end(subject: Subject, fault: Fault, outcome: Outcome, attempt: int, p
         outcome.problems.append(f"the verdict says {wrong}, expected {fault.verdict}: {verdict.get('error', '')}")
     if outcome.lost_steps:
         outcome.problems.append(f"{outcome.lost_steps} complete steps were done again")
-    if fault.abrupt and outcome.gone_seconds > 2:
+    if fault.abrupt and outcome.gone_seconds > GONE_SECONDS:
         outcome.problems.append(f"processes were left for {outcome.gone_seconds:.1f} s")
 
 

@@ -91,6 +91,7 @@ def archive(tmp_path, monkeypatch):
     (tmp_path / "own_store.py").write_text(STORE)
 
     def named(function: str) -> Archive | None:
+        (tmp_path / "run").mkdir(exist_ok=True)
         made = {
             "run": {"name": "t", "steps": 1, "edges_folder": str(tmp_path)},
             "model": {"path": "m"},
