@@ -9,7 +9,8 @@ import pytest
 pytestmark = [pytest.mark.long, pytest.mark.mpi, pytest.mark.engine, pytest.mark.timeout(7200)]
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "docs/benchmarks/algorithms.json"
-STEPS, GAIN = 24, 0.12
+STEPS, GAIN, GREEDY_GAIN = 24, 0.25, 0.15
+"""A little more than half of the smallest gain seen (docs/algorithms.md)."""
 ZERO_VARIANCE = '[{ function = "miles_hpc.filters:zero_variance" }]'
 OVERLONG = '[{ name = "right", function = "miles_hpc.examples.arithmetic:reward" }, '
 OVERLONG += '{ name = "overlong", function = "miles_hpc.rewards.form:overlong", weight = 0.1, options = { buffer = 4 } }]'
@@ -51,7 +52,7 @@ def runs(series) -> dict[str, dict]:
 def test_the_reward_rises(runs, name):
     """Held-out greedy accuracy for all; the sampled reward where it is of all groups and of the verifier alone."""
     run = runs[name]
-    assert run["eval_last"] - run["eval_first"] >= 0.05
+    assert run["eval_last"] - run["eval_first"] >= GREEDY_GAIN
     if name != "dapo":
         assert run["reward_last"] - run["reward_first"] >= GAIN
 

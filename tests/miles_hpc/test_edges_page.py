@@ -70,6 +70,7 @@ def test_the_examples_of_the_page_work(made: Config, tmp_path: Path, capsys: pyt
     checks.check_files(made)
     calls.check(made)
     row = Row("3 - 1 =", 2.0, {"tokens": 1.0})
+    calls.check_reward(made, row, row.prompt)
     calls.check_generate(made, row, row.prompt, Letters())
     rollout = {"generate": "", "function": NAMES["rollout.function"]}
     calls.check_generate(

@@ -131,6 +131,23 @@ def test_entropy_has_the_gradient_of_autograd():
     torch.testing.assert_close(found, logits.grad, rtol=1e-5, atol=1e-6)
 
 
+def test_supervised_is_the_cross_entropy_of_torch():
+    """Value and gradient, as the mean over the tokens of samples with an advantage; the others take no part."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 9, generator=g).requires_grad_()
+    targets, sample = torch.randint(0, 9, (6,), generator=g), torch.tensor([0, 0, 1, 1, 1, 2])
+    log_probs = log_probs_and_entropy(logits, targets)[0]
+    advantages = torch.tensor([1.0, 0.0, 0.3])[sample]
+    t = Tokens(log_probs, log_probs.detach(), advantages, sample, 3, log_probs.detach())
+    loss = objective(loss="supervised")(t, token_weights(torch.tensor([2, 0, 1]), "token")[sample]).loss
+    loss.backward()
+    found, logits.grad, chosen = logits.grad, None, [0, 1, 5]
+    expected = torch.nn.functional.cross_entropy(logits[chosen], targets[chosen])
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(found, logits.grad)
+
+
 @given(SEEDS, st.integers(1, 5))
 def test_whitened_advantages_have_mean_zero_over_tokens(seed, size):
     random = np.random.default_rng(seed)

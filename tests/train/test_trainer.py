@@ -136,6 +136,15 @@ def test_samples_without_a_token_of_the_model_take_no_part(advantage, models, tm
             assert with_masked[key] == pytest.approx(without[key], abs=1e-5, rel=1e-4), key
 
 
+def test_the_warm_start_minimises_the_cross_entropy_of_transformers(models, tmp_path):
+    s = samples(prompts=2)
+    sequences = [s.tokens[a:b].tolist() for a, b in zip(s.offsets[:-1], s.offsets[1:], strict=True)]
+    masks = [s.loss_mask[a:b].tolist() for a, b in zip(s.offsets[:-1], s.offsets[1:], strict=True)]
+    expected = -_reference_log_probs(hf_model("moe"), s).sum().item() / s.loss_mask.sum()
+    with trainer(config(), models["moe"], tmp_path / "store") as made:
+        assert made.supervised_step(sequences, masks, 1e-3) == pytest.approx(expected, rel=1e-5)
+
+
 def test_learning_rate_zero_freezes_the_policy(models, tmp_path):
     with trainer(config(lr=0.0, mini_batches=2), models["moe"], tmp_path / "store") as made:
         before = {n: t.clone() for n, t in made.weights()}
