@@ -71,6 +71,12 @@ class Config(Section):
         return 4 * self.rollout.timeout_seconds
 
     @property
+    def hang_seconds(self) -> float:
+        """Longest standstill of a rank in a phase not seen before. Less than `patience_seconds`: the rank that hangs is to be
+        named, not the one whose patience ends."""
+        return 3 * self.rollout.timeout_seconds
+
+    @property
     def colocated(self) -> bool:
         """Trainer and engines take turns on the same GPUs."""
         return self.run.placement == "colocate"

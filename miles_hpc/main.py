@@ -16,6 +16,8 @@ from miles_hpc.config import Config
 from miles_hpc.errors import UserError
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.paths import RunPaths
+from miles_hpc.watch import Limits, Watch
+from miles_hpc.watchdog import Watchdog
 from miles_hpc.world import World, connect
 
 
@@ -30,7 +32,10 @@ def main(arguments: list[str] | None = None) -> None:
     world: list[World] = []
     try:
         config = configuration.read(paths.config)
+        watchdog = _watchdog(told, config, paths, heartbeat)
+        watchdog.start()
         kind = _run(told, config, paths, heartbeat, world)
+        watchdog.stop()
     except BaseException as error:
         try:
             _fail(error, paths, told.attempt, heartbeat)
@@ -47,6 +52,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--attempt", type=int, required=True)
     parser.add_argument("--world-size", type=int, required=True)
     return parser.parse_args(arguments)
+
+
+def _watchdog(told: argparse.Namespace, config: Config, paths: RunPaths, heartbeat: Heartbeat) -> Watchdog:
+    """Of this rank; the first of each role watch all others and each other."""
+    first = config.slurm.train.ranks
+    roles = {rank: "train" if rank < first else "rollout" for rank in range(told.world_size)}
+    watch = Watch(roles, Limits(long=config.hang_seconds))
+    return Watchdog(heartbeat, paths, told.attempt, watch, watching=heartbeat.rank in (0, first))
 
 
 def _run(told: argparse.Namespace, config: Config, paths: RunPaths, heartbeat: Heartbeat, world: list[World]) -> str:
@@ -67,7 +80,9 @@ def _run(told: argparse.Namespace, config: Config, paths: RunPaths, heartbeat: H
         engine = start_engine(config, paths, heartbeat)
         world.append(connect("rollout", told.world_size, heartbeat.beat))
         kind = loop.rollout(build_rollout(config, paths, world[0], told.attempt, heartbeat, engine))
+        heartbeat.enter("end")
         engine.shutdown()
+    heartbeat.enter("end")
     world[0].barrier(config.patience_seconds, "all ranks to finish")
     return kind
 

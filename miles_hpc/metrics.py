@@ -70,7 +70,7 @@ class Clock:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
-    def __call__(self, phase: str, step: int) -> Iterator[None]:
+    def __call__(self, phase: str, step: int | None = None) -> Iterator[None]:
         self.heartbeat.enter(phase, step)
         started = time.monotonic()
         try:

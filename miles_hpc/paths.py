@@ -2,6 +2,7 @@
 
 <folder>/config.toml  job.sbatch  job.log  job.json  provenance.json  ledger.jsonl  events.jsonl
          attempts/NNN/{train,rollout}-RRRR.log  attempts/NNN/{start,verdict}.json  attempts/NNN/launcher.log
+         attempts/NNN/stacks/{train,rollout}-RRRR.txt
          samples/step-SSSSSS/{rollout-RRRR-III.h5,train-RRRR.h5}
          checkpoints/step-SSSSSS/  export/  model/  tensorboard/{train,rollout}/  heartbeat/
 """
@@ -74,6 +75,10 @@ class RunPaths:
 
     def log(self, attempt: int, role: str, rank: int) -> Path:
         return self.attempt(attempt) / f"{role}-{rank:04d}.log"
+
+    def stacks(self, attempt: int, role: str, rank: int) -> Path:
+        """Python stacks of all threads of a rank, written when a rank hangs or its interpreter is blocked for long."""
+        return self.attempt(attempt) / "stacks" / f"{role}-{rank:04d}.txt"
 
     def launcher_log(self, attempt: int) -> Path:
         """What srun or mpiexec said about the ranks."""

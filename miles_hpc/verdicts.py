@@ -36,6 +36,14 @@ def write(paths: RunPaths, attempt: int, /, *, kind: str, **fields: object) -> b
     return True
 
 
+def kind_of(paths: RunPaths, attempt: int) -> str:
+    """The kind of the verdict that stands; empty if there is none."""
+    try:
+        return str(json.loads(paths.verdict(attempt).read_text(encoding="utf-8"))["kind"])
+    except (OSError, ValueError):
+        return ""
+
+
 def of_error(error: BaseException, run: Path) -> dict[str, Any]:
     """Fields of a verdict for an exception: kind, error, where, next and, unless it is the user's, the traceback."""
     logs = f"miles-submit logs {shlex.quote(str(run))}"

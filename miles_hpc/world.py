@@ -17,6 +17,7 @@ from miles_hpc.errors import DeadlineExceeded, WorldError
 
 PROBE_BYTES = 8 << 20  # large enough to leave MPI's eager path, where a half-working fabric shows
 PROBE_SECONDS = 120.0
+ROLE_SECONDS = 7200.0  # of waits among the ranks of a role; the watchdog finds the one that hangs long before
 POLL_SECONDS = 0.002
 PROGRESS_SECONDS = 0.005
 
@@ -85,7 +86,7 @@ class World:
         from mpi4py import MPI
 
         mine, largest = np.array([number], np.int64), np.zeros(1, np.int64)
-        self.wait(self.role_comm.Iallreduce(mine, largest, MPI.MAX), PROBE_SECONDS * 10, f"{self.role} ranks to agree")
+        self.wait(self.role_comm.Iallreduce(mine, largest, MPI.MAX), ROLE_SECONDS, f"{self.role} ranks to agree")
         return int(largest[0])
 
     def share(self, value: Any, seconds: float, what: str) -> Any:
@@ -103,7 +104,7 @@ class World:
         """Wait until every rank of the world is here."""
         self.wait(self.comm.Ibarrier(), seconds, what)
 
-    def role_barrier(self, seconds: float = PROBE_SECONDS * 10) -> None:
+    def role_barrier(self, seconds: float = ROLE_SECONDS) -> None:
         """Wait until every rank of this role is here."""
         self.wait(self.role_comm.Ibarrier(), seconds, f"all {self.role} ranks")
 

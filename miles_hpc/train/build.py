@@ -29,6 +29,7 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
     seconds = config.patience_seconds
     folder = paths.model_of(config)
     trainer = Trainer(config, folder, world.role_rank, world.role_size, _store(world, seconds))
+    trainer.advance = heartbeat.advance
     sender = _sender(config, paths, world, attempt, trainer, heartbeat)
     archive = Archive.of(config, paths) if world.leads else None
     checkpoints = Checkpoints(paths, config.checkpoint.keep, world.role_barrier, world.leads, archive)

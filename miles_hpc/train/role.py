@@ -51,7 +51,7 @@ class TrainRole:
 
     def start(self) -> int:
         """Resume from the newest checkpoint or begin; returns the first step."""
-        with self.clock("checkpoint", 0):
+        with self.clock("resume", 0):
             step = self.checkpoints.resume(self.trainer)
         if step is None:
             step = self._begin()
@@ -92,20 +92,22 @@ class TrainRole:
 
     def advantages(self, samples: Samples) -> np.ndarray:
         """One advantage per sample of the step, [n] float32."""
-        return self.advantage(samples, self.group_size)
+        with self.clock("edge"):
+            return self.advantage(samples, self.group_size)
 
     def update(self, samples: Samples, advantages: np.ndarray, step: int) -> Result:
         """The optimizer steps of `step`."""
-        self.hooks.step("before", step, {})
+        self._hook("before", step, {})
         with self.clock("train", step):
             return self.trainer.step(samples, advantages, step)
 
     def keep(self, step: int, collected: Collected, advantages: np.ndarray, result: Result) -> None:
         """Write this rank's log-probs beside the shards; on the first rank, every prompt's fate and the step's figures."""
         own = collected.samples.take(result.own)
-        store.write_train(self.paths, step, self.world.rank, own, result.train_log_probs, advantages[result.own])
+        with self.clock("keep", step):
+            store.write_train(self.paths, step, self.world.rank, own, result.train_log_probs, advantages[result.own])
         if not self.lead:
-            self.hooks.step("after", step, {})
+            self._hook("after", step, {})
             return
         self.ledger.append(
             *metrics.fates(
@@ -118,8 +120,9 @@ class TrainRole:
             self.figures |= metrics.of_refused(collected.samples, collected.refused, self.group_size, places)
         self.figures["samples/bytes"] = float(collected.size)
         self.figures["groups/reward_error"] = float(len(collected.dropped))
-        self.figures |= self.hooks.metrics(collected.samples, advantages, self.group_size)
-        self.hooks.step("after", step, self.figures)
+        with self.clock("edge", step):
+            self.figures |= self.hooks.metrics(collected.samples, advantages, self.group_size)
+        self._hook("after", step, self.figures)
         self.generation = collected.seconds | {"tokens": collected.generated_tokens}
 
     def checkpoint(self, version: int) -> None:
@@ -150,6 +153,11 @@ class TrainRole:
         if self.lead:
             self._event("export", path=str(self.paths.export))
             self.board.close()
+
+    def _hook(self, event: str, step: int, facts: dict[str, float]) -> None:
+        """The user's own, which may take any time."""
+        with self.clock("edge", step):
+            self.hooks.step(event, step, facts)
 
     def _begin(self) -> int:
         """Warm start, if there is one; it is saved, since it may take longer than many steps."""

@@ -1,7 +1,7 @@
 """One training step: samples and advantages in, new weights and metrics out."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,8 @@ class Trainer:
     def __init__(self, config: Config, model_folder: Path, rank: int, size: int, rendezvous: str | dist.Store) -> None:
         self.config, self.folder, self.rank, self.size = config.train, model_folder, rank, size
         self.seed, self.exact, self.proved = config.run.seed, config.run.numerics == "exact", False
+        self.advance: Callable[[], None] = lambda: None
+        """Called at every micro-batch."""
         self.longest_answer, self.objective, self.hooks = config.rollout.max_new_tokens, Objective.of(config), Hooks.of(config)
         self.model_config = architecture.read(model_folder)
         tp, ep = config.train.tensor_parallel, config.train.expert_parallel
@@ -79,7 +81,7 @@ class Trainer:
         self.length, self.temperature = config.model.context_length, config.rollout.temperature
         if self.exact:
             device.without_workspace()
-        join(rank, size, rendezvous, tp, ep, config.rollout.timeout_seconds)
+        join(rank, size, rendezvous, tp, ep, config.patience_seconds)
         try:
             self._build()
         except BaseException:
@@ -170,6 +172,7 @@ class Trainer:
         lengths = np.diff(sequences.offsets)
         batches = schedule.rank_micro_batches(shares, lengths, self.config.micro_batch_tokens, self.groups.data.rank())
         for indices in batches:
+            self.advance()
             yield pack(sequences, indices, self.groups.tensor.size(), device.device())
 
     @torch.no_grad()

@@ -11,6 +11,13 @@ from miles_hpc import signals, verdicts
 from miles_hpc.errors import EdgeError, EngineDied
 from miles_hpc.paths import RunPaths
 
+
+class Asleep:
+    """No watchdog, which would end this process after the verdict."""
+
+    def start(self) -> None: ...
+
+
 ARGUMENTS = ("--attempt", "1", "--world-size", "2")
 
 
@@ -39,6 +46,7 @@ def test_what_breaks_after_slurms_last_word_is_a_preemption(tmp_path, monkeypatc
     monkeypatch.setattr(signals, "noted", lambda: noted)
     monkeypatch.setattr(rank, "_end", lambda world: sys.exit(1))
     monkeypatch.setattr(rank.configuration, "read", lambda file: None)
+    monkeypatch.setattr(rank, "_watchdog", lambda *told: Asleep())
     monkeypatch.setattr(rank, "_run", lambda *told: (_ for _ in ()).throw(error))
     with pytest.raises(SystemExit):
         rank.main(["--role", "train", "--run", str(tmp_path), *ARGUMENTS])

@@ -1,0 +1,124 @@
+"""A thread in every rank that shows that the rank lives, and leaves when the attempt has failed.
+
+In the first rank of each role it also watches all ranks, each other included, over the shared file system. Who finds a rank
+that hangs writes the verdict; every rank that sees it writes down its stacks and leaves without a word to MPI, which may be
+what hangs. The launcher kills the rest, which also ends a process that is stopped.
+"""
+
+import faulthandler
+import json
+import os
+import shlex
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from miles_hpc import verdicts
+from miles_hpc.heartbeat import INTERVAL_SECONDS, Heartbeat
+from miles_hpc.paths import RunPaths
+from miles_hpc.watch import Seen, Watch
+
+LEAVE_SECONDS = 3.0
+"""For others to see the verdict too: the first that leaves ends the world."""
+RANKS_PER_SECOND = 100
+"""Heartbeat files read by a watcher; a larger world is looked at less often."""
+FINE = ("", "done", "preempted", "time_limit")
+
+
+class Watchdog:
+    """The thread.
+
+    Args:
+        heartbeat: of this rank.
+        paths: of the run.
+        attempt: its number.
+        watch: all ranks, in a rank that watches.
+        ranks: in the world.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, paths: RunPaths, attempt: int, watch: Watch, watching: bool) -> None:
+        self.heartbeat, self.paths, self.attempt, self.watch, self.watching = heartbeat, paths, attempt, watch, watching
+        self.interval = INTERVAL_SECONDS * max(1.0, len(watch.roles) / RANKS_PER_SECOND)
+        self._file = paths.stacks(attempt, heartbeat.role, heartbeat.rank)
+        self._looked, self._over = time.monotonic(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        self._stacks = self._file.open("a", encoding="utf-8")  # now: a blocked interpreter cannot open it
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The rank ends well."""
+        self._over.set()
+        self._thread.join()
+        faulthandler.cancel_dump_traceback_later()
+        self._stacks.close()
+        if not self._file.stat().st_size:
+            self._file.unlink()
+
+    def _run(self) -> None:
+        while not self._over.wait(self.interval):
+            # A thread of C, which a blocked interpreter does not hold up.
+            faulthandler.dump_traceback_later(self.watch.limits.silent / 2, file=self._stacks)
+            self.heartbeat.beat()
+            if self.watching:
+                self._look()
+            self._obey()
+
+    def _look(self) -> None:
+        """A look at all ranks. Time in which this rank itself did not look does not count."""
+        last, self._looked = self._looked, time.monotonic()
+        self.watch.look(self._beats(), min(self._looked - last, 2 * self.interval))
+        if found := self.watch.hanging(tolerance=2 * self.interval):
+            self._condemn(found)
+
+    def _beats(self) -> dict[int, Mapping[str, Any]]:
+        """Of this attempt, as far as they can be read."""
+        beats: dict[int, Mapping[str, Any]] = {}
+        for rank in self.watch.roles:
+            try:
+                beat = json.loads(self.paths.heartbeat(rank).read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                continue
+            if beat["attempt"] == self.attempt:
+                beats[rank] = beat
+        return beats
+
+    def _condemn(self, found: list[Seen]) -> None:
+        first = found[0]
+        beat = self._beats().get(first.rank, {})
+        fields = {"rank": first.rank, "role": first.role, "phase": first.phase, "step": first.step, **beat}
+        run = shlex.quote(str(self.paths.folder))
+        verdicts.write(
+            self.paths,
+            self.attempt,
+            kind="hang",
+            **{key: value for key, value in fields.items() if key not in ("attempt", "time", "beats")},
+            error=describe(found),
+            where=beat.get("at", ""),
+            found_by=self.heartbeat.rank,
+            next=f"miles-submit logs {run} --role {first.role} --rank {first.rank}; stacks of all ranks are in "
+            f"{self.paths.stacks(self.attempt, '', 0).parent}",
+        )
+
+    def _obey(self) -> None:
+        """Leave if the attempt has failed."""
+        if (kind := verdicts.kind_of(self.paths, self.attempt)) in FINE:
+            return
+        if kind == "hang":
+            faulthandler.dump_traceback(self._stacks)
+        time.sleep(LEAVE_SECONDS)
+        os._exit(1)
+
+
+def describe(found: list[Seen]) -> str:
+    """One sentence on the rank that hangs, and on those that may be meant instead."""
+    first = found[0]
+    if first.gone:
+        what = f"gave no sign of life for {first.silent:.0f} s: stopped, blocked outside of Python, or its node is gone"
+    else:
+        what = f"made no progress for {first.still:.0f} s, {first.limit:.0f} s are allowed"
+    others = ", ".join(str(s.rank) for s in found[1:6])
+    return what + (f"; so did ranks {others}{', ...' * (len(found) > 6)}" if others else "")

@@ -1,0 +1,49 @@
+"""Ranks that hang in a real MPI world: found in time, named rightly, all stacks written, nobody left; and false alarms."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from miles_hpc.paths import RunPaths
+
+pytestmark = pytest.mark.mpi
+
+
+def verdict(run: Path) -> dict:
+    return json.loads(RunPaths(run).verdict(1).read_text())
+
+
+def living(run: Path) -> list[Path]:
+    """Ranks of this world that are still there."""
+    lines = [process / "cmdline" for process in Path("/proc").iterdir() if process.name.isdigit()]
+    return [line.parent for line in lines if line.exists() and str(run).encode() in line.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("mode", "rank", "said"),
+    [("stopped", 0, "no sign of life"), ("blocked", 1, "no sign of life"), ("asleep", 1, "no progress")],
+)
+def test_the_rank_that_hangs_is_named_and_all_end(mpi, tmp_path, mode, rank, said):
+    done = mpi("hang", mode, train=2, rollout=2)
+    end, since = time.time(), float((tmp_path / "since").read_text())
+    assert done.returncode != 0
+    found = verdict(tmp_path)
+    assert found["time"] - since < 25 and end - found["time"] < 8  # of a busy machine; 4 and 4 of an idle one
+    assert (found["kind"], found["rank"], found["role"], found["phase"], found["step"]) == ("hang", rank, "train", "train", 3)
+    assert said in found["error"] and found["host"] and "; so did" not in found["error"]
+    assert not living(tmp_path)
+    stacks = {file.stem: file.read_text() for file in (RunPaths(tmp_path).attempt(1) / "stacks").iterdir()}
+    own = stacks.pop(f"train-{rank:04d}")
+    # a blocked interpreter's are written by a thread that needs none; a stopped process can write nothing
+    assert {"stopped": "", "blocked": "misbehave", "asleep": "sleep_for_ever"}[mode] in own
+    assert "all_reduce" in stacks.pop(f"train-{1 - rank:04d}")
+    assert len(stacks) == 2 and all("in receive" in text for text in stacks.values())
+    assert mode != "asleep" or "sleep_for_ever" in found["where"]
+
+
+def test_a_slow_phase_and_a_short_stop_are_left_alone(mpi, tmp_path):
+    done = mpi("hang", "slow", train=2, rollout=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert verdict(tmp_path)["kind"] == "done"
