@@ -7,6 +7,7 @@
     │   ├── ModelError       a checkpoint folder, an architecture, a checkpoint of another model
     │   └── EdgeError        a user's function: not importable, wrong signature, wrong return value
     ├── SiteError            what the machine offers: no Slurm, too few nodes, a daemon that did not start; exit code 3
+    ├── Stopped              a signal asked this rank to end; no error, the run goes on in another attempt
     └── Fault                something broke while running; exit code 1, the batch side may retry
         ├── WorldError       the MPI world is not the one the launcher asked for
         ├── EngineDied       the engine's host process ended
@@ -78,6 +79,10 @@ class EdgeError(UserError):
 class SiteError(MilesError):
     kind = "user_error"
     exit_code = 3
+
+
+class Stopped(MilesError):
+    kind = "preempted"
 
 
 class Fault(MilesError):

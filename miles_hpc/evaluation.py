@@ -36,10 +36,27 @@ def send(world: World, score: Score, seconds: float) -> None:
     world.send(score, world.train[0], EVALUATION, seconds, "the trainer to take an evaluation")
 
 
-def collect(world: World, version: int, seconds: float) -> Score:
-    """On the first training rank: the scores of all engines for `version`, added up."""
-    what = f"the evaluation of weights {version}"
-    scores = [world.receive(EVALUATION, seconds, what, source=rank) for rank in world.rollout]
-    return Score(
-        version, sum(s.total for s in scores), sum(s.prompts for s in scores), max((s.seconds for s in scores), default=0.0)
-    )
+class Scores:
+    """On the first training rank: what the engines say about a version of the weights."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self._found = world, list[Score]()
+
+    @property
+    def complete(self) -> bool:
+        """Every engine has sent its share."""
+        return len(self._found) == len(self.world.rollout)
+
+    def take(self) -> bool:
+        """Take a share that has arrived; False if there is none."""
+        score = self.world.take(EVALUATION)
+        self._found += [score] if score else []
+        return score is not None
+
+    @property
+    def sum(self) -> Score:
+        """Of all engines; the slowest one's seconds."""
+        found = self._found
+        return Score(
+            found[0].version, sum(s.total for s in found), sum(s.prompts for s in found), max(s.seconds for s in found)
+        )

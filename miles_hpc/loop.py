@@ -9,6 +9,8 @@ receive weights of version `step + 1`    <----   publish, then checkpoint while 
 
 from typing import TYPE_CHECKING
 
+from miles_hpc.errors import Stopped
+
 if TYPE_CHECKING:  # a rollout rank loads no Megatron, a training rank no engine
     from miles_hpc.rollout.role import RolloutRole
     from miles_hpc.train.role import TrainRole
@@ -16,6 +18,22 @@ if TYPE_CHECKING:  # a rollout rank loads no Megatron, a training rank no engine
 
 def train(role: "TrainRole") -> str:
     """Run a training rank to the end; returns the verdict's kind: `done` or `preempted`."""
+    try:
+        return _train(role)
+    except Stopped:  # in the middle of a step, all training ranks at the same place
+        role.leave()
+        return "preempted"
+
+
+def rollout(role: "RolloutRole") -> str:
+    """Run a rollout rank to the end; returns the verdict's kind: `done` or `preempted`."""
+    try:
+        return _rollout(role)
+    except Stopped:
+        return "preempted"
+
+
+def _train(role: "TrainRole") -> str:
     step = role.start()
     role.publish(step)
     while step < role.steps and not role.stopping:
@@ -33,15 +51,12 @@ def train(role: "TrainRole") -> str:
     return "done"
 
 
-def rollout(role: "RolloutRole") -> str:
-    """Run a rollout rank to the end; returns the verdict's kind: `done` or `preempted`."""
+def _rollout(role: "RolloutRole") -> str:
     step = role.start()
-    going_on = role.receive(step)
-    while step < role.steps and going_on:
-        going_on = role.receive(step - role.staleness)
-        if going_on:
-            role.generate(step)
-            step += 1
-    if going_on:
-        going_on = role.receive(role.steps)
-    return "done" if going_on else "preempted"
+    role.receive(step)
+    while step < role.steps:
+        role.receive(step - role.staleness)
+        role.generate(step)
+        step += 1
+    role.receive(role.steps)
+    return "done"

@@ -13,7 +13,7 @@ from pathlib import Path
 from miles_hpc import config as configuration
 from miles_hpc import loop, signals, verdicts
 from miles_hpc.config import Config
-from miles_hpc.errors import UserError
+from miles_hpc.errors import Stopped, UserError
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.paths import RunPaths
 from miles_hpc.watch import Limits, Watch
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
         finally:  # a full disk takes no verdict; to leave by an exception would wait for the other ranks in MPI's finalisation
             _end(world)
     if rank == 0:
-        verdicts.write(paths, told.attempt, kind=kind, **heartbeat.state() | {"signal": signals.noted()})
+        _conclude(kind, paths, told.attempt, heartbeat)
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -70,7 +70,7 @@ def _run(told: argparse.Namespace, config: Config, paths: RunPaths, heartbeat: H
     if told.role == "train":
         from miles_hpc.train.build import build as build_trainer
 
-        world.append(connect("train", told.world_size, heartbeat.beat))
+        world.append(connect("train", told.world_size, signals.check))
         kind = loop.train(build_trainer(config, paths, world[0], told.attempt, heartbeat))
     else:
         from miles_hpc.rollout.build import build as build_rollout
@@ -78,18 +78,24 @@ def _run(told: argparse.Namespace, config: Config, paths: RunPaths, heartbeat: H
 
         # Before MPI: the engine needs the longest to start, and its host must never see the world.
         engine = start_engine(config, paths, heartbeat)
-        world.append(connect("rollout", told.world_size, heartbeat.beat))
+        world.append(connect("rollout", told.world_size, signals.check))
         kind = loop.rollout(build_rollout(config, paths, world[0], told.attempt, heartbeat, engine))
         heartbeat.enter("end")
         engine.shutdown()
+    if kind != "done" and heartbeat.rank == 0:  # the rest may take longer than Slurm waits
+        _conclude(kind, paths, told.attempt, heartbeat)
     heartbeat.enter("end")
     world[0].barrier(config.patience_seconds, "all ranks to finish")
     return kind
 
 
+def _conclude(kind: str, paths: RunPaths, attempt: int, heartbeat: Heartbeat) -> None:
+    verdicts.write(paths, attempt, kind=kind, **heartbeat.state() | {"signal": signals.noted()})
+
+
 def _fail(error: BaseException, paths: RunPaths, attempt: int, heartbeat: Heartbeat) -> None:
     """The error in this rank's log and, if no other rank was faster, in the verdict."""
-    if isinstance(error, UserError):
+    if isinstance(error, UserError | Stopped):
         print(f"error: {error}", file=sys.stderr)
     else:
         traceback.print_exception(error)

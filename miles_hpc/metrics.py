@@ -9,7 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +54,12 @@ class Journal:
             stream.write(text.encode())
             stream.flush()
             os.fsync(stream.fileno())
+
+    def read(self) -> Iterator[dict]:
+        """Every whole line, oldest first."""
+        for line in self.file.read_bytes().splitlines() if self.file.exists() else []:
+            with suppress(ValueError):
+                yield json.loads(line)
 
     def _torn(self) -> bool:
         """True if a rank died in the middle of the last line; ours must not become its end."""

@@ -265,7 +265,7 @@ class Slurm(Section):
     mpi: str = ""
     """Kind of `srun --mpi` (pmi2, pmix); empty: the site profile's."""
     warning_seconds: PositiveInt = 120
-    """Seconds before the time limit at which every rank gets USR2, saves and ends; Slurm may send it a minute early."""
+    """Seconds before the time limit at which ranks get USR2, save and end, if need be within a step; up to a minute early."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
     """Attempts after the first before the run stops."""
     failure_policy: Edge | Literal[""] = ""

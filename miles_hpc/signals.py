@@ -1,9 +1,11 @@
-"""Signals from Slurm: the handler only notes them; ranks agree on what to do at the next step boundary.
+"""Signals from Slurm: the handler only notes them; `stop.py` says what ranks make of it.
 
 USR2 is the early warning of a time limit or preemption, TERM the last word before KILL.
 """
 
 import signal
+
+from miles_hpc.errors import Stopped
 
 EARLY_WARNING = signal.SIGUSR2
 _noted: list[int] = []
@@ -20,3 +22,9 @@ def install() -> None:
 def noted() -> int:
     """The first signal noted, or 0."""
     return _noted[0] if _noted else 0
+
+
+def check() -> None:
+    """While a rank starts, there is nothing to lose, and the whole attempt ends. Raises: Stopped if a signal was noted."""
+    if _noted:
+        raise Stopped(f"{signal.Signals(_noted[0]).name} before the first step")

@@ -72,22 +72,41 @@ class World:
 
     def receive(self, tag: int, seconds: float, what: str, source: int | None = None) -> Any:
         """Receive a Python object from a world rank, or from any."""
-        from mpi4py import MPI
+        return self.until(lambda: self._probe(tag, source), seconds, what).recv()
 
+    def take(self, tag: int, source: int | None = None) -> Any:
+        """An object that has arrived from a world rank, or from any; None if there is none."""
+        message = self._probe(tag, source)
+        return message.recv() if message else None
+
+    def until(self, ready: Callable[[], Any], seconds: float, what: str) -> Any:
+        """Call `ready` until it returns something true, which is returned.
+
+        Raises:
+            DeadlineExceeded: nothing true after `seconds`.
+        """
         end = time.monotonic() + seconds
-        origin = MPI.ANY_SOURCE if source is None else source
-        while (message := self.comm.improbe(source=origin, tag=tag)) is None:
+        while not (found := ready()):
             self._pause(end, seconds, what)
-        return message.recv()
+        return found
 
     def agree(self, number: int) -> int:
         """The largest `number` over the ranks of this role."""
+        return self.vote(number)()
+
+    def vote(self, number: int) -> Callable[[], int]:
+        """Ask for the largest `number` over the ranks of this role; the function returned waits for it."""
         import numpy as np
         from mpi4py import MPI
 
         mine, largest = np.array([number], np.int64), np.zeros(1, np.int64)
-        self.wait(self.role_comm.Iallreduce(mine, largest, MPI.MAX), ROLE_SECONDS, f"{self.role} ranks to agree")
-        return int(largest[0])
+        request = self.role_comm.Iallreduce(mine, largest, MPI.MAX)
+
+        def answer() -> int:
+            self.wait(request, ROLE_SECONDS, f"{self.role} ranks to agree")
+            return int(largest[0])
+
+        return answer
 
     def share(self, value: Any, seconds: float, what: str) -> Any:
         """The first rank's `value`, on every rank of this role."""
@@ -111,6 +130,11 @@ class World:
     def abort(self, code: int) -> None:
         """End every rank of the world at once."""
         self.comm.Abort(code)
+
+    def _probe(self, tag: int, source: int | None) -> Any:
+        from mpi4py import MPI
+
+        return self.comm.improbe(source=MPI.ANY_SOURCE if source is None else source, tag=tag)
 
     def _pause(self, end: float, seconds: float, what: str) -> None:
         if time.monotonic() > end:

@@ -5,5 +5,6 @@
 role=$1 run=$2 world=$3
 shift 3
 rank=${SLURM_PROCID:-${PMI_RANK:?neither srun nor mpiexec started this rank}}
+trap '' USR1 USR2  # until the program listens; their default would kill it
 exec >> "$run/attempts/$MILES_ATTEMPT/$role-$(printf %04d "$rank").log" 2>&1
 exec "$@" --role "$role" --run "$run" --attempt "$MILES_ATTEMPT" --world-size "$world"

@@ -1,6 +1,6 @@
 """Puts a rollout rank together: engine, prompts, reward, weight receiver."""
 
-from miles_hpc import data
+from miles_hpc import data, signals
 from miles_hpc.attach import attach
 from miles_hpc.config import Config
 from miles_hpc.device import backend
@@ -14,6 +14,7 @@ from miles_hpc.rollout.judge import Judge
 from miles_hpc.rollout.reward import Reward
 from miles_hpc.rollout.role import RolloutRole
 from miles_hpc.samples.exchange import Outbox
+from miles_hpc.stop import Stop
 from miles_hpc.sync import Receiver
 from miles_hpc.transport import Carrier, Unpacker
 from miles_hpc.world import World
@@ -21,8 +22,8 @@ from miles_hpc.world import World
 
 def start_engine(config: Config, paths: RunPaths, heartbeat: Heartbeat) -> EngineHost:
     """Start the engine's host and return at once; it is awaited in `build`."""
-    number = heartbeat.state()["rank"] - config.slurm.train.ranks
-    engine = EngineHost(config, paths.model_of(config), log=None, poll_hook=heartbeat.beat, number=number)
+    number = heartbeat.rank - config.slurm.train.ranks
+    engine = EngineHost(config, paths.model_of(config), log=None, poll_hook=signals.check, number=number)
     engine.start()
     return engine
 
@@ -45,6 +46,7 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
     engine.wait_ready()
     generator = Generator(config, engine, prompts, reward, held_out, judge, talk, whole)
     receiver = _receiver(config, paths, world, engine, heartbeat)
+    world.poll = engine.poll_hook = Stop(world, config.slurm.warning_seconds).poll
     outbox = Outbox(world, paths, attempt, seconds)
     return RolloutRole(config, paths, world, prompts, generator, receiver, outbox, Clock(heartbeat), seconds)
 

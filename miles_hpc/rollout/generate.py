@@ -124,6 +124,8 @@ class Generator:
         self.timing = Timing()
         self.reward_errors: dict[int, str] = {}
         """Of the last call of `groups`: dropped prompt ids (`rollout.reward_error = "drop"`), each with its first error."""
+        self.unwritten: list[Samples] = []
+        """Finished groups that `groups` has not yielded yet."""
         self._pool = ThreadPoolExecutor(config.rollout.reward_threads, thread_name_prefix="reward")
 
     def groups(
@@ -144,15 +146,14 @@ class Generator:
             EdgeError: a reward failed and `rollout.reward_error = "fail"`. EngineDied, EngineError, DeadlineExceeded.
         """
         self.reward_errors = {}
-        flush, finished = self.config.rollout.flush_groups, []
+        self.unwritten = []
         others = spare or {}
         for group in self._judged([self._group(self.prompts, int(i), spare=others.get(int(i), ())) for i in prompt_ids]):
-            finished += self._accept(step, group, version)
-            if len(finished) >= flush:
-                yield Samples.concat(finished)
-                finished = []
-        if finished:
-            yield Samples.concat(finished)
+            self.unwritten += self._accept(step, group, version)
+            if len(self.unwritten) >= self.config.rollout.flush_groups:
+                yield self._written()
+        if self.unwritten:
+            yield self._written()
 
     def evaluate(self, index: int = 0, count: int = 1) -> Evaluation:
         """Greedy answers to every `count`-th held-out prompt from `index` on, at most `eval.prompts` over all engines.
@@ -166,6 +167,10 @@ class Generator:
         rows = range(min(len(self.held_out), self.config.eval.prompts))[index::count]
         groups = self._judged([self._group(self.held_out, row, greedy=True) for row in rows], filtering=False)
         return Evaluation(sum(_rewards(group)[0] for group in groups), len(rows))
+
+    def _written(self) -> Samples:
+        groups, self.unwritten = self.unwritten, []
+        return Samples.concat(groups)
 
     def close(self) -> None:
         """Stop the reward threads."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from miles_hpc import evaluation, metrics
 from miles_hpc.config import Config
 from miles_hpc.data import Prompts
+from miles_hpc.errors import Stopped
 from miles_hpc.handover import Borrower
 from miles_hpc.paths import RunPaths
 from miles_hpc.rollout.generate import Generator
@@ -47,17 +48,20 @@ class RolloutRole:
             self.board = metrics.Board(self.paths.tensorboard("rollout"), step)
         return step
 
-    def receive(self, version: int) -> bool:
-        """Have weights of `version` in the engine, evaluate them if due; False if the run ends here."""
+    def receive(self, version: int) -> None:
+        """Have weights of `version` in the engine, evaluate them if due."""
         if version <= self.receiver.version:
-            return True
-        going_on = self.receiver.receive(version)
+            return
+        self.receiver.receive(version)
         if evaluation.due(self.config, version):
             self._evaluate(version)
-        return going_on
 
     def generate(self, step: int) -> None:
-        """This engine's share of the step's groups, written and announced; what is on disk is not generated again."""
+        """This engine's share of the step's groups, written and announced; what is on disk is not generated again.
+
+        Raises:
+            Stopped: on the way; the groups that were finished are on disk.
+        """
         old = self.backlog.get(step, [])
         missing = self._missing(step, old)
         if self.world.leads:
@@ -66,8 +70,13 @@ class RolloutRole:
         mine = missing[self.world.role_rank :: self.world.role_size]
         with self.clock("rollout", step):
             prompt_ids, spare = [place[0] for place in mine], {place[0]: place[1:] for place in mine}
-            for samples in self.generator.groups(step, prompt_ids, self.receiver.version, spare):
-                self.outbox.put(step, samples)
+            try:
+                for samples in self.generator.groups(step, prompt_ids, self.receiver.version, spare):
+                    self.outbox.put(step, samples)
+            except Stopped:
+                for samples in self.generator.unwritten:
+                    self.outbox.keep(step, samples)
+                raise
         swap = self.receiver.leave()
         timing, dropped = self.generator.timing, sorted(self.generator.reward_errors)
         seconds = {"rollout": timing.generate_seconds, "reward": timing.reward_seconds, "swap": swap}

@@ -1,7 +1,7 @@
 """An engine's host process (`python -m miles_hpc.rollout.sglang FD PARENT`), a child of a rollout rank (`engine.EngineHost`).
 
 SGLang kills its whole process tree when its scheduler dies, so it lives apart from the MPI rank. This process never imports
-mpi4py, ignores USR1 and USR2 (sent to every process of a Slurm step), dies with the rank, and streams finished answers back.
+mpi4py, ignores the signals that Slurm sends to every process of a step, dies with the rank, and streams finished answers back.
 
 Messages in:  ("generate", [(id, Request), ...]) | ("call", id, name, fields) | ("abort",)
 Messages out: ("ready", facts) | ("output", id, Output) | ("answer", id, value) | ("error", id or None, text)
@@ -40,7 +40,7 @@ shim.install()
 def main() -> None:
     """Start the engine, say so, serve until told to stop or until the rank is gone."""
     _die_with_parent(int(sys.argv[2]))
-    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # inherited by SGLang's children
     connection = Connection(int(sys.argv[1]))
     arguments = connection.recv()
@@ -103,6 +103,7 @@ class Host:
 
     def __init__(self, engine: Any, arguments: EngineArguments, connection: Connection) -> None:
         self.manager = engine.tokenizer_manager
+        self.manager.signal_handler_class = _steady(self.manager.signal_handler_class)
         self.arguments, self.connection = arguments, connection
         self.tasks: set[asyncio.Task[None]] = set()
 
@@ -158,6 +159,11 @@ class Host:
     async def _call(self, key: int, name: str, fields: dict[str, Any]) -> tuple[Any, ...]:
         ok, message, value = await CALLS[name](self.manager, fields)
         return ("answer", key, value) if ok else ("error", key, message)
+
+
+def _steady(handlers: type) -> type:
+    """SGLang would install a handler that ends the engine at TERM; the rank decides when it ends."""
+    return type("Steady", (handlers,), {"sigterm_handler": lambda *ignored: None})
 
 
 async def _init_group(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:

@@ -1,5 +1,6 @@
 """Who tells whom that samples are there: shards are announced over MPI, their bytes go through the filesystem."""
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,29 +69,47 @@ class Outbox:
 
     def put(self, step: int, samples: Samples) -> None:
         """Write whole groups as one shard and announce it."""
-        file = store.write(self.paths, step, self.world.rank, self.attempt, samples)
-        self.announce(Shard.of(step, file, samples))
+        self.announce(Shard.of(step, self.keep(step, samples), samples))
+
+    def keep(self, step: int, samples: Samples) -> Path:
+        """Write whole groups as one shard, which the next attempt finds."""
+        return store.write(self.paths, step, self.world.rank, self.attempt, samples)
 
     def announce(self, message: Shard | Finished) -> None:
         self.world.send(message, self.world.train[0], SAMPLES, self.seconds, "the trainer to hear of samples")
 
 
 class Inbox:
-    """The training side: wait for the announcements of a step, read its shards."""
+    """The training side: announcements of shards are taken one by one, then the shards are read."""
 
     def __init__(self, world: World, seconds: float) -> None:
         self.world, self.seconds = world, seconds
-        self._early: list[Shard | Finished] = []
-        """Announcements of a later step than the one being collected (rollout.staleness = 1)."""
+        self.step = 0
+        """The one that is being collected."""
+        self._messages: dict[int, list[Shard | Finished]] = defaultdict(list)
+        """By step: with rollout.staleness = 1, some come early."""
 
-    def collect(self, step: int, oldest_version: int) -> Collected:
-        """All samples of `step`, sorted by prompt id and sample index, the same on every training rank.
+    @property
+    def complete(self) -> bool:
+        """Every engine has said that it is finished with the step."""
+        return sum(isinstance(m, Finished) for m in self._messages[self.step]) == len(self.world.rollout)
+
+    def take(self) -> bool:
+        """Take an announcement that has arrived; False if there is none."""
+        message = self.world.take(SAMPLES)
+        if message:
+            self._messages[message.step].append(message)
+        return message is not None
+
+    def collect(self, oldest_version: int) -> Collected:
+        """All samples of a complete `step`, sorted by prompt id and sample index, the same on every training rank.
 
         Raises:
             EdgeError: every group was dropped. SampleError: a damaged shard, a group that came twice, tokens of weights older
                 than `oldest_version`.
         """
-        messages = self.world.share(self._await(step) if self.world.leads else None, self.seconds, "the list of shards")
+        step = self.step
+        messages = self.world.share(self._messages.pop(step) if self.world.leads else None, self.seconds, "the list of shards")
         shards = [Path(m.file) for m in messages if isinstance(m, Shard)]
         finished = [m for m in messages if isinstance(m, Finished)]
         samples = Samples.concat([store.read(shard) for shard in shards]).sorted()
@@ -108,15 +127,6 @@ class Inbox:
             dropped=sorted(i for m in finished for i in m.dropped),
             size=sum(shard.stat().st_size for shard in shards),
         )
-
-    def _await(self, step: int) -> list[Shard | Finished]:
-        """Messages of `step`, complete when every engine has said that it is finished."""
-        messages = [m for m in self._early if m.step == step]
-        self._early = [m for m in self._early if m.step != step]
-        while sum(isinstance(m, Finished) for m in messages) < len(self.world.rollout):
-            message = self.world.receive(SAMPLES, self.seconds, f"samples of step {step}")
-            (messages if message.step == step else self._early).append(message)
-        return messages
 
 
 def _accepted(samples: Samples, step: int) -> Samples:

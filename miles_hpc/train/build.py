@@ -11,6 +11,7 @@ from miles_hpc.handover import Lender
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.metrics import Clock
 from miles_hpc.paths import RunPaths
+from miles_hpc.stop import Stop
 from miles_hpc.sync import Sender, open_store
 from miles_hpc.train.role import TrainRole
 from miles_hpc.train.trainer import Trainer
@@ -33,7 +34,9 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
     sender = _sender(config, paths, world, attempt, trainer, heartbeat)
     archive = Archive.of(config, paths) if world.leads else None
     checkpoints = Checkpoints(paths, config.checkpoint.keep, world.role_barrier, world.leads, archive)
-    return TrainRole(config, paths, world, attempt, trainer, checkpoints, Clock(heartbeat), sender, seconds)
+    stop = Stop(world, config.slurm.warning_seconds)
+    world.poll = stop.poll
+    return TrainRole(config, paths, world, attempt, trainer, checkpoints, Clock(heartbeat), sender, seconds, stop)
 
 
 def _sender(

@@ -1,24 +1,30 @@
 """A training rank's part in the loop: what `loop.train` calls, in that order."""
 
+import math
 import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from miles_hpc import device, evaluation, metrics, signals
+from miles_hpc import device, evaluation, metrics
 from miles_hpc.checkpoint import Checkpoints
 from miles_hpc.config import Config
+from miles_hpc.errors import Stopped
 from miles_hpc.handover import Lender
 from miles_hpc.paths import RunPaths
 from miles_hpc.samples import store
 from miles_hpc.samples.exchange import FIRST_STEP, Collected, Inbox
 from miles_hpc.samples.schema import Samples
+from miles_hpc.stop import Box, Leaving, Stop, Vote
 from miles_hpc.sync import Sender
 from miles_hpc.train.advantage import advantage_of
 from miles_hpc.train.hooks import Hooks
 from miles_hpc.train.trainer import Result, Trainer
 from miles_hpc.train.warm_start import warm_start
 from miles_hpc.world import World
+
+SAVE_MARGIN = 1.5
+"""Times the last save: what a save is allowed to need."""
 
 
 @dataclass
@@ -33,6 +39,7 @@ class TrainRole:
     sender: Sender | Lender
     seconds: float
     """Deadline of a wait for the other role."""
+    stop: Stop
     stopping: bool = False
     """All training ranks have agreed to end after the current version."""
     board: metrics.Board = field(init=False)
@@ -44,18 +51,23 @@ class TrainRole:
         self.steps, self.group_size = self.config.run.steps, self.config.rollout.samples_per_prompt
         self.advantage, self.lead = advantage_of(self.config), self.world.leads
         self.figures: dict[str, float] = {}
-        self.saved = 0
-        """Version of the last checkpoint, or that the attempt began with."""
         self.hooks = Hooks.of(self.config)
         self.mark = time.monotonic()
+        self.version = self.saved = -1
+        """Of the weights, and of the newest checkpoint or what the attempt began with."""
+        self.asleep = False
+        """Off the GPU, which an engine has."""
+        self.longest_step, self.last_save = math.inf, self._earlier_save()
+        """Seconds; a step that is not measured never fits."""
+        self.vote = Vote(self.world)
+        self.trainer.may_leave = self._may_leave
 
     def start(self) -> int:
         """Resume from the newest checkpoint or begin; returns the first step."""
         with self.clock("resume", 0):
-            step = self.checkpoints.resume(self.trainer)
-        if step is None:
-            step = self._begin()
-        self.saved = step
+            found = self.checkpoints.resume(self.trainer)
+        step = self._begin() if found is None else found
+        self.version = self.saved = step
         if self.lead:
             for rank in self.world.rollout:
                 self.world.send(step, rank, FIRST_STEP, self.seconds, "an engine's rank to hear the first step")
@@ -65,27 +77,33 @@ class TrainRole:
         return step
 
     def publish(self, version: int) -> None:
-        """Send the weights as `version`; learn how good they are where an evaluation is due."""
-        self.stopping = version < self.steps and bool(self.world.agree(signals.noted()))
+        """Send the weights as `version`, unless the run is asked to end; learn how good they are where an evaluation is due."""
+        self.version = version
+        self.stop.poll()
+        if self._stops(self.stop.asked > 0):
+            return
         if self.config.colocated:
             self._leave(version)
         with self.clock("sync", version):
-            report = self.sender.send(version, stop=self.stopping)
-        if not self.lead:
-            return
-        speed = report.size * len(self.world.rollout) / max(report.seconds, 1e-9) / 1e9
-        self._event("sync", version=version, seconds=report.seconds, bytes=report.size, digests=report.digests)
-        self.figures |= {"sync/seconds": report.seconds, "sync/gb_per_s": speed}
+            report = self.sender.send(version)
+        if self.lead:
+            speed = report.size * len(self.world.rollout) / max(report.seconds, 1e-9) / 1e9
+            self._event("sync", version=version, seconds=report.seconds, bytes=report.size, digests=report.digests)
+            self.figures |= {"sync/seconds": report.seconds, "sync/gb_per_s": speed}
         if evaluation.due(self.config, version):
-            with self.clock("evaluation", version):
-                score = evaluation.collect(self.world, version, self.seconds)
-            self._event("eval", step=version, accuracy=score.mean, prompts=score.prompts, seconds=score.seconds)
-            self.board.scalars(version, {"eval/reward": score.mean})
+            self._evaluate(version)
 
     def collect(self, step: int) -> Collected:
-        """Wait for all samples of `step`."""
+        """Wait for all samples of `step`.
+
+        Raises:
+            Stopped: they cannot be expected in time; on all training ranks.
+        """
         with self.clock("wait", step):
-            collected = self.inbox.collect(step, step - self.config.rollout.staleness)
+            self.inbox.step = step
+            if self.world.agree(self._await(self.inbox, f"samples of step {step}")):
+                raise Stopped("the step could not be expected to end in time")
+            collected = self.inbox.collect(step - self.config.rollout.staleness)
         if self.config.colocated:
             self._return(step)
         return collected
@@ -96,7 +114,11 @@ class TrainRole:
             return self.advantage(samples, self.group_size)
 
     def update(self, samples: Samples, advantages: np.ndarray, step: int) -> Result:
-        """The optimizer steps of `step`."""
+        """The optimizer steps of `step`.
+
+        Raises:
+            Stopped: before the first of them, if they cannot be expected to end in time; on all training ranks.
+        """
         self._hook("before", step, {})
         with self.clock("train", step):
             return self.trainer.step(samples, advantages, step)
@@ -131,6 +153,13 @@ class TrainRole:
         if due and version > self.saved:
             self._save(version)
 
+    def leave(self) -> None:
+        """After `Stopped`: the engines leave too, and what is worth it is saved."""
+        if self.lead:
+            self.stop.tell()
+        if self.version > self.saved and not self.asleep:
+            self._save(self.version)
+
     def report(self, step: int) -> None:
         """Figures of `step` for people (TensorBoard) and programs (events.jsonl)."""
         if not self.lead:
@@ -141,8 +170,10 @@ class TrainRole:
         self.figures |= {"speed/train_tokens_per_s": trained, "speed/rollout_tokens_per_s": generated}
         now = time.monotonic()
         total, self.mark = now - self.mark, now
+        self.longest_step = total if math.isinf(self.longest_step) else max(total, self.longest_step)
         everything = self.figures | {f"seconds/{phase}": value for phase, value in seconds.items()}
-        self.board.scalars(step, self.hooks.shown(step, everything))
+        with self.clock("edge", step):
+            self.board.scalars(step, self.hooks.shown(step, everything))
         self._event("step", step=step, metrics=self.figures, phase_seconds=seconds, seconds=total)
         self.figures = {}
 
@@ -163,7 +194,7 @@ class TrainRole:
         """Warm start, if there is one; it is saved, since it may take longer than many steps."""
         if self.config.warm_start:
             with self.clock("warm_start", 0):
-                losses = warm_start(self.trainer, self.config, self.paths, self.world.poll)
+                losses = warm_start(self.trainer, self.config, self.paths)
             if self.lead:
                 self._event("warm_start", steps=len(losses), loss_first=losses[0], loss_last=losses[-1])
             self._save(0)
@@ -174,20 +205,70 @@ class TrainRole:
         self.checkpoint(version)
         with self.clock("swap", version):
             self.trainer.sleep()
+        self.asleep = True
 
     def _return(self, step: int) -> None:
         """All engines have left the GPUs."""
         self.figures |= device.memory("asleep")
         with self.clock("swap", step):
             self.trainer.wake()
+        self.asleep = False
 
     def _save(self, version: int) -> None:
+        """Save, unless that could not end in time."""
         with self.clock("checkpoint", version):
+            if self.world.agree(self.lead and not self.stop.fits(SAVE_MARGIN * self.last_save)):
+                return
             started = time.monotonic()
             self.checkpoints.save(self.trainer, version)
-        self.saved = version
+            self.saved, self.last_save = version, time.monotonic() - started
         if self.lead:
-            self._event("checkpoint", step=version, seconds=time.monotonic() - started)
+            self._event("checkpoint", step=version, seconds=self.last_save)
+
+    def _evaluate(self, version: int) -> None:
+        """The last one decides whether the run is done, so all must know if it was left."""
+        left = False
+        if self.lead:
+            with self.clock("evaluation", version):
+                scores = evaluation.Scores(self.world)
+                left = self._await(scores, f"the evaluation of weights {version}")
+            if not left:
+                score = scores.sum
+                self._event("eval", step=version, accuracy=score.mean, prompts=score.prompts, seconds=score.seconds)
+                self.board.scalars(version, {"eval/reward": score.mean})
+        if version == self.steps:
+            self._stops(left)
+
+    def _await(self, box: Box, what: str) -> bool:
+        """On the first training rank: wait until `box` is complete; True if it is time to leave instead."""
+        if not self.lead:
+            return False
+        leaving = Leaving(box, self._due)
+        self.world.until(lambda: leaving.complete or (leaving.take() and leaving.complete), self.seconds, what)
+        return leaving.left
+
+    def _due(self) -> bool:
+        """True where the rest of the step, and saving it, cannot be expected to fit into what is left."""
+        rest = max(0.0, self.longest_step - (time.monotonic() - self.mark))
+        return self.stop.due(rest + SAVE_MARGIN * self.last_save)
+
+    def _may_leave(self) -> None:
+        """At every micro-batch that changes nothing yet. Raises: Stopped, on all training ranks."""
+        self.stop.poll()
+        if self.vote(self.lead and self._due()):
+            raise Stopped("the step could not be expected to end in time")
+
+    def _stops(self, wanted: bool) -> bool:
+        """True if a training rank wants to end here; the engines are told."""
+        self.stopping = bool(self.world.agree(wanted))
+        if self.stopping and self.lead:
+            self.stop.tell()
+        return self.stopping
+
+    def _earlier_save(self) -> float:
+        """Seconds that the last save of an earlier attempt took; 0 if there was none."""
+        saves = [e["seconds"] for e in self.events.read() if e.get("event") == "checkpoint"] if self.lead else []
+        return float(saves[-1]) if saves else 0.0
 
     def _phases(self) -> dict[str, float]:
         """Seconds of the step by phase; what the trainer waited beyond generation and reward is `wait`."""

@@ -72,6 +72,10 @@ class Trainer:
         self.seed, self.exact, self.proved = config.run.seed, config.run.numerics == "exact", False
         self.advance: Callable[[], None] = lambda: None
         """Called at every micro-batch."""
+        self.may_leave: Callable[[], None] = lambda: None
+        """Called at every micro-batch before the weights change; what it raises on all ranks alike leaves them as they were."""
+        self.changed = False
+        """The weights of a step that is not finished."""
         self.longest_answer, self.objective, self.hooks = config.rollout.max_new_tokens, Objective.of(config), Hooks.of(config)
         self.model_config = architecture.read(model_folder)
         tp, ep = config.train.tensor_parallel, config.train.expert_parallel
@@ -145,7 +149,9 @@ class Trainer:
         optimizer.set_hyperparameters(self.optimizer, hyperparameters)
         for shares in plan.mini_batches:
             self._mini_batch(facts, shares, meter, only=len(plan.mini_batches) == 1)
+            self.changed = True
             self._critic_mini_batch(facts, shares, meter, hyperparameters)
+        self.changed = False
         meter.compare(samples, share, facts.log_probs)
         metrics = meter.reduced() | {"train/lr": hyperparameters.lr} | self._expert_load() | judged
         own = share if self.groups.writes_samples else share[:0]
@@ -173,6 +179,8 @@ class Trainer:
         batches = schedule.rank_micro_batches(shares, lengths, self.config.micro_batch_tokens, self.groups.data.rank())
         for indices in batches:
             self.advance()
+            if not self.changed:
+                self.may_leave()
             yield pack(sequences, indices, self.groups.tensor.size(), device.device())
 
     @torch.no_grad()

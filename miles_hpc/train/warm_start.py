@@ -1,7 +1,6 @@
 """A short supervised phase before the first rollout, so that a randomly initialised model has something to improve."""
 
 import random
-from collections.abc import Callable
 
 from miles_hpc import edges
 from miles_hpc.config import Config
@@ -11,7 +10,7 @@ from miles_hpc.train.trainer import Trainer
 WARM_UP_STEPS = 20
 
 
-def warm_start(trainer: Trainer, config: Config, paths: RunPaths, poll: Callable[[], None]) -> list[float]:
+def warm_start(trainer: Trainer, config: Config, paths: RunPaths) -> list[float]:
     """Train on demonstrations; returns the loss of every step. The optimizer starts afresh afterwards.
 
     The loss is the cross entropy of the answer and the end-of-sequence token; the learning rate rises linearly over 20 steps.
@@ -28,7 +27,6 @@ def warm_start(trainer: Trainer, config: Config, paths: RunPaths, poll: Callable
         tokens, masks = zip(*(_encode(tokenizer, prompt, answer) for prompt, answer in batch), strict=True)
         lr = plan.lr * min(1.0, (step + 1) / WARM_UP_STEPS)
         losses.append(trainer.supervised_step(list(tokens), list(masks), lr))
-        poll()
     return losses
 
 
