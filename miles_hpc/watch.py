@@ -30,6 +30,10 @@ class Limits:
     long: float = 1800.0
     """Without progress, in a phase not seen before; without a sign of life, at start."""
 
+    def at_least(self, seconds: float) -> "Limits":
+        """None shorter than that."""
+        return replace(self, silent=max(self.silent, seconds), still=max(self.still, seconds), long=max(self.long, seconds))
+
 
 @dataclass(frozen=True)
 class Seen:

@@ -23,6 +23,8 @@ LEAVE_SECONDS = 3.0
 """For others to see the verdict too: the first that leaves ends the world."""
 RANKS_PER_SECOND = 100
 """Heartbeat files read by a watcher; a larger world is looked at less often."""
+LOOKS = 5
+"""Before a rank is called silent or late."""
 FINE = ("", "done", "preempted", "time_limit")
 
 
@@ -40,6 +42,7 @@ class Watchdog:
     def __init__(self, heartbeat: Heartbeat, paths: RunPaths, attempt: int, watch: Watch, watching: bool) -> None:
         self.heartbeat, self.paths, self.attempt, self.watch, self.watching = heartbeat, paths, attempt, watch, watching
         self.interval = INTERVAL_SECONDS * max(1.0, len(watch.roles) / RANKS_PER_SECOND)
+        watch.limits = watch.limits.at_least(LOOKS * self.interval)
         self._file = paths.stacks(attempt, heartbeat.role, heartbeat.rank)
         self._looked, self._over = time.monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
