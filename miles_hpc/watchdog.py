@@ -44,6 +44,8 @@ class Watchdog:
         self.interval = INTERVAL_SECONDS * max(1.0, len(watch.roles) / RANKS_PER_SECOND)
         watch.limits = watch.limits.at_least(LOOKS * self.interval)
         self._file = paths.stacks(attempt, heartbeat.role, heartbeat.rank)
+        self._own = 0
+        """Beats of this rank that are on disk."""
         self._looked, self._over = time.monotonic(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -71,9 +73,14 @@ class Watchdog:
             self._obey()
 
     def _look(self) -> None:
-        """A look at all ranks. Time in which this rank itself did not look does not count."""
+        """A look at all ranks. Time in which this rank itself did not look does not count, nor while its own heartbeat does not
+        reach the disk: a full or vanished file system is no rank that hangs."""
         last, self._looked = self._looked, time.monotonic()
-        self.watch.look(self._beats(), min(self._looked - last, 2 * self.interval))
+        beats = self._beats()
+        before, self._own = self._own, beats.get(self.heartbeat.rank, {}).get("beats", self._own)
+        if self._own == before:
+            return
+        self.watch.look(beats, min(self._looked - last, 2 * self.interval))
         if found := self.watch.hanging(tolerance=2 * self.interval):
             self._condemn(found)
 

@@ -67,6 +67,19 @@ def test_time_in_which_the_watcher_did_not_look_does_not_count(paths, clock):
     assert not paths.verdict(1).exists()
 
 
+def test_a_disk_that_takes_no_heartbeat_is_no_rank_that_hangs(paths, clock, monkeypatch):
+    watcher = dog(paths)
+    ranks = [Heartbeat(paths.heartbeat(rank), ROLES[rank], rank, 1) for rank in ROLES]
+    for beat in ranks:
+        beat.enter("train", 4)
+    look(watcher, clock, 2, *ranks)
+    monkeypatch.setattr(Heartbeat, "_write", lambda self: None)
+    look(watcher, clock, 100, *ranks)
+    paths.heartbeat(0).unlink()
+    look(watcher, clock, 100, *ranks)
+    assert not paths.verdict(1).exists()
+
+
 def test_heartbeats_of_an_earlier_attempt_and_torn_ones_are_no_life(paths, clock):
     watcher = dog(paths)
     old = Heartbeat(paths.heartbeat(1), "train", 1, 0)
