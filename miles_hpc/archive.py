@@ -17,6 +17,16 @@ KEY = "checkpoint.backend"
 METHODS = {"versions": (), "put": ("version", "folder"), "get": ("version", "folder"), "remove": ("version",)}
 
 
+def check(config: Config, paths: RunPaths) -> None:
+    """Ask the store what it has, before an engine starts.
+
+    Raises:
+        EdgeError: it cannot be used.
+    """
+    if archive := Archive.of(config, paths):
+        archive.versions()
+
+
 class Archive:
     """The user's store, its answers checked. Used by the first training rank alone.
 
@@ -62,7 +72,8 @@ class Archive:
         folder = self.paths.checkpoint(stored[-1])
         partial = folder.with_name(f".{folder.name}.fetched")
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        self.paths.checkpoints.mkdir(exist_ok=True)
+        partial.mkdir()
         self._call(self.store.get, stored[-1], partial)
         partial.rename(folder)
 

@@ -14,8 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from miles_hpc import calls, config, data, edges, transport, verdicts
-from miles_hpc.archive import Archive
+from miles_hpc import archive, calls, config, data, edges, transport, verdicts
 from miles_hpc.config import Config
 from miles_hpc.errors import EdgeError, ModelError, UserError
 from miles_hpc.paths import RunPaths
@@ -52,7 +51,7 @@ def prepare(run: Config, paths: RunPaths) -> None:
     """
     check_demonstrations(run)
     calls.check(run)
-    Archive.of(run, paths)
+    archive.check(run, paths)
     transport.check(run, paths)
     folder = paths.model_of(run)
     make_model(run, folder)

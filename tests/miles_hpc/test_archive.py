@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_hpc.archive import Archive
+from miles_hpc.archive import Archive, check
 from miles_hpc.checkpoint import Checkpoints
 from miles_hpc.config import Config
 from miles_hpc.errors import EdgeError
@@ -85,14 +85,13 @@ class State:
 
 
 @pytest.fixture
-def archive(tmp_path, monkeypatch):
+def settings(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "own_store", raising=False)
     (tmp_path / "own_store.py").write_text(STORE)
 
-    def named(function: str) -> Archive | None:
-        (tmp_path / "run").mkdir(exist_ok=True)
-        made = {
+    def named(function: str) -> Config:
+        sections = {
             "run": {"name": "t", "steps": 1, "edges_folder": str(tmp_path)},
             "model": {"path": "m"},
             "data": {"prompts": "p.jsonl"},
@@ -100,9 +99,15 @@ def archive(tmp_path, monkeypatch):
             "train": {"lr": 0.1},
             "checkpoint": {"backend": f"own_store:{function}"},
         }
-        return Archive.of(Config.model_validate(made), RunPaths(tmp_path / "run"))
+        return Config.model_validate(sections)
 
     return named
+
+
+@pytest.fixture
+def archive(settings, tmp_path):
+    (tmp_path / "run").mkdir()
+    return lambda function: Archive.of(settings(function), RunPaths(tmp_path / "run"))
 
 
 def checkpoints(archive) -> Checkpoints:
@@ -114,7 +119,7 @@ def test_checkpoints_are_kept_in_the_store_and_fetched_when_the_run_folder_has_l
     for version in (1, 2, 3):
         kept.save(State(10 * version), version)
     assert sorted(p.name for p in (tmp_path / "archive").iterdir()) == ["2", "3"]
-    shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints")
     again, state = checkpoints(archive("beside")), State()
     assert again.resume(state) == 3 and state.value == 30
     (tmp_path / "archive" / "3" / "value").write_text("31")  # what lies in the run folder is newer than nothing
@@ -143,6 +148,9 @@ def test_what_is_no_store_is_named_at_once(archive, function, what):
         archive(function)
 
 
-def test_versions_that_are_no_numbers_are_named(archive):
+def test_versions_that_are_no_numbers_are_named(archive, settings, tmp_path):
     with pytest.raises(EdgeError, match="a list of whole numbers"):
         checkpoints(archive("vague")).resume(State())
+    with pytest.raises(EdgeError, match="a list of whole numbers"):
+        check(settings("vague"), RunPaths(tmp_path / "run"))
+    check(settings("beside"), RunPaths(tmp_path / "run"))
