@@ -128,3 +128,18 @@ def test_a_generate_file_of_slime_gives_what_the_engine_alone_gives(tmp_path: Pa
     found = Samples.concat(list(source.groups(0, [1, 3], 0))).sorted()
     for name in ("tokens", "loss_mask", "rollout_log_probs", "rewards", "status"):
         np.testing.assert_array_equal(getattr(found, name), getattr(plain, name))
+
+
+@pytest.mark.parametrize(("line", "value"), [("0.5", 0.5), ("{'score': 0.25, 'pred': 'x'}", 0.25)])
+def test_a_reward_that_a_generate_function_sets_counts(
+    line: str, value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Miles and slime, where the reward model is asked only for samples without a reward."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    name = f"slime_judges_{len(line)}"
+    (tmp_path / f"{name}.py").write_text(SLIME.replace("    return sample", f"    sample.reward = {line}\n    return sample"))
+    sections = config(generate=f"{name}:generate")
+    sections = sections.model_copy(update={"run": sections.run.model_copy(update={"edges_folder": str(tmp_path)})})
+    source = generator(by_index)
+    source.talk = attach.attach(sections, "rollout.generate", sections.rollout.generate)
+    assert set(Samples.concat(list(source.groups(0, [1, 3], 0))).rewards.tolist()) == {value}
