@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from miles_hpc.kernels.rows import row_sum
+
 
 def reference(gate_up: Tensor) -> Tensor:
     """`silu(gate) * up` for [..., 2 f] = [gate, up] -> [..., f]."""
@@ -29,15 +31,21 @@ def forward(gate_up: Tensor, factor: Tensor | None = None) -> Tensor:
     return (out if factor is None else out * factor).to(gate_up.dtype)
 
 
-def backward(gate_up: Tensor, dout: Tensor) -> Tensor:
-    """Gradient of `gate_up`, in its type; `dout` is float32.
+def backward(gate_up: Tensor, dout: Tensor, factor: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Gradients of `gate_up`, in its type, and of `factor` [t, 1] float32 (of a factor of one where none is given).
 
-    With s = sigmoid(gate): dup = dout * gate * s, dgate = dout * up * (s + gate * s * (1 - s)).
+    With s = sigmoid(gate) and d = dout * factor: dup = d * gate * s, dgate = d * up * (s + gate * s * (1 - s)).
     """
+    if gate_up.is_cuda:
+        from miles_hpc.kernels import fused
+
+        return fused.swiglu_backward(gate_up, dout, factor)
     gate, up = gate_up.float().chunk(2, -1)
     sigmoid = torch.sigmoid(gate)
-    act = gate * sigmoid
-    return torch.cat([dout * up * (sigmoid + act * (1 - sigmoid)), dout * act], -1).to(gate_up.dtype)
+    act, dout = gate * sigmoid, dout.float()
+    d = dout if factor is None else dout * factor
+    dgate_up = torch.cat([d * up * (sigmoid + act * (1 - sigmoid)), d * act], -1)
+    return dgate_up.to(gate_up.dtype), row_sum(dout * act * up)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -48,4 +56,6 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Tensor:
-        return backward(ctx.saved_tensors[0], dout.float())
+        gate_up = ctx.saved_tensors[0]
+        rows = gate_up.flatten(0, -2), dout.flatten(0, -2)
+        return backward(*rows)[0].view_as(gate_up)

@@ -33,6 +33,13 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return torch.mm(pad_rows(x), weight.t())[: len(x)]
 
 
+def product_float(x: Tensor, weight: Tensor) -> Tensor:
+    """`product` with a float32 result."""
+    if x.is_cuda and x.dtype != torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return product(x.float(), weight.float())
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -49,9 +56,7 @@ class _LinearFloat(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        if x.is_cuda and x.dtype != torch.float32:
-            return torch.mm(x, weight.t(), out_dtype=torch.float32)
-        return product(x.float(), weight.float())
+        return product_float(x, weight)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:

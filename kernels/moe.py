@@ -34,7 +34,35 @@ def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor
     Returns:
         Probabilities [tokens, top_k] float32 with gradient, expert ids [tokens, top_k] int64.
     """
-    exp = torch.exp(logits - logits.detach().amax(-1, keepdim=True))
+    return _Route.apply(logits, top_k, renormalise)
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        probs, ids = _route(logits, top_k, renormalise)
+        ctx.save_for_backward(logits, probs, ids)
+        ctx.renormalise = renormalise
+        ctx.mark_non_differentiable(ids)
+        return probs, ids
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, unused: Any) -> tuple[Tensor, None, None]:
+        """Of a softmax over the chosen experts or over all: dlogit_i = p_i (grad_i - sum_j p_j grad_j); grad is 0 elsewhere."""
+        logits, probs, ids = ctx.saved_tensors
+        weighted = probs * grad
+        mean = weighted.sum(-1, keepdim=True)
+        if ctx.renormalise:
+            return torch.zeros_like(logits).scatter(1, ids, weighted - probs * mean), None, None
+        return (-mean * torch.softmax(logits, -1)).scatter_add(1, ids, weighted), None, None
+
+
+def _route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    if logits.is_cuda:
+        from miles_hpc.kernels import dispatch
+
+        return dispatch.route(logits, top_k, renormalise)
+    exp = torch.exp(logits - logits.amax(-1, keepdim=True))
     value, ids = torch.sort(exp / row_sum(exp), dim=-1, descending=True, stable=True)
     value, ids = value[:, :top_k], ids[:, :top_k]
     value = value / row_sum(value) if renormalise else value
@@ -61,27 +89,31 @@ def experts(x: Tensor, probs: Tensor, ids: Tensor, up: Tensor | Sequence[Tensor]
 
 
 class Places(NamedTuple):
-    """Pairs (token, expert) sorted by expert, each expert's rows filled up to a multiple of ROWS."""
+    """Rows of the pairs (token, expert), sorted by expert. On a CPU each expert's rows are filled up to a multiple of ROWS."""
 
     rows: Tensor
     """[tokens * top_k] int64, row of each pair."""
     ends: Tensor
     """[experts] int32, one past the last row of each expert."""
     total: int
-    """Rows; on a GPU the most there can be, since the sizes stay on the device."""
+    """Rows."""
+    top_k: int
 
     @classmethod
     def of(cls, ids: Tensor, count: int) -> "Places":
         flat = ids.reshape(-1)
+        if ids.is_cuda:
+            from miles_hpc.kernels import dispatch
+
+            return cls(*dispatch.places(flat, count), len(flat), ids.shape[1])
         order = torch.argsort(flat, stable=True)
-        tokens = (flat[:, None] == torch.arange(count, device=flat.device)).sum(0)
+        tokens = torch.bincount(flat, minlength=count)
         sizes = (tokens + ROWS - 1) // ROWS * ROWS
         ends = sizes.cumsum(0)
         gap = (ends - sizes) - (tokens.cumsum(0) - tokens)
         rows = torch.empty_like(flat)
-        rows[order] = torch.arange(len(flat), device=flat.device) + gap[flat[order]]
-        most = len(flat) + min(count, len(flat)) * (ROWS - 1)
-        return cls(rows, ends.int(), most if ids.is_cuda else int(ends[-1]))
+        rows[order] = torch.arange(len(flat)) + gap[flat[order]]
+        return cls(rows, ends.int(), int(ends[-1]), ids.shape[1])
 
     def scatter(self, pairs: Tensor) -> Tensor:
         """[tokens * top_k, ...] -> [rows, ...], zero where there is no pair."""
@@ -89,25 +121,42 @@ class Places(NamedTuple):
         out[self.rows] = pairs
         return out
 
+    def spread(self, x: Tensor) -> Tensor:
+        """[tokens, n] -> [rows, n]: each token to the rows of its pairs."""
+        if x.is_cuda:
+            from miles_hpc.kernels import dispatch
+
+            return dispatch.spread(x, self.rows)
+        return self.scatter(x.repeat_interleave(self.top_k, 0))
+
+    def combine(self, x: Tensor) -> Tensor:
+        """[rows, n] -> [tokens, n]: the rows of a token, added in float32, one expert after the other."""
+        if x.is_cuda:
+            from miles_hpc.kernels import dispatch
+
+            return dispatch.combine(x, self.rows, self.top_k)
+        pairs = x[self.rows].view(-1, self.top_k, x.shape[-1])
+        total = pairs[:, 0].float()
+        for k in range(1, self.top_k):
+            total = total + pairs[:, k].float()
+        return total.to(x.dtype)
+
 
 def _forward(
     x: Tensor, probs: Tensor, ids: Tensor, up: Tensor | Sequence[Tensor], down: Tensor | Sequence[Tensor]
 ) -> tuple[Tensor, Places, tuple[Tensor, ...]]:
     """Result, places, and what the backward needs: rows, probabilities, products with `up`, activations."""
-    places, top_k = Places.of(ids, len(up)), ids.shape[1]
-    rows = places.scatter(x.repeat_interleave(top_k, 0))
-    p = places.scatter(probs.reshape(-1, 1))
-    h = _products(rows, up, places.ends, transpose=True)
+    places = Places.of(ids, len(up))
+    rows, p = places.spread(x), places.scatter(probs.reshape(-1, 1))
+    h = products(rows, up, places.ends, transpose=True)
     a = activation.forward(h, p)
-    out = _products(a, down, places.ends, transpose=True)
-    return _combine(out[places.rows].view(-1, top_k, x.shape[1])), places, (rows, p, h, a)
+    return places.combine(products(a, down, places.ends, transpose=True)), places, (rows, p, h, a)
 
 
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor, ids: Tensor, count: int, *weights: Tensor) -> Tensor:
         out, ctx.places, saved = _forward(x, probs, ids, weights[:count], weights[count:])
-        ctx.top_k = ids.shape[1]
         ctx.save_for_backward(*saved, *weights)
         return out
 
@@ -116,16 +165,13 @@ class _Experts(torch.autograd.Function):
         rows, p, h, a, *weights = ctx.saved_tensors
         places, ends = ctx.places, ctx.places.ends
         up, down = weights[: len(ends)], weights[len(ends) :]
-        dout = places.scatter(dy.repeat_interleave(ctx.top_k, 0))
-        da = _products(dout, down, ends).float()
-        dp = row_sum((da * activation.forward(h).float())[places.rows]).view(-1, ctx.top_k)
-        dh = activation.backward(h, da * p)
-        drows = _products(dh, up, ends)
-        dx = _combine(drows[places.rows].view(-1, ctx.top_k, dy.shape[1]))
-        return dx, dp, None, None, *_outer(dh, rows, ends), *_outer(dout, a, ends)
+        dout = places.spread(dy)
+        dh, dp = activation.backward(h, products(dout, down, ends), p)
+        dx = places.combine(products(dh, up, ends))
+        return dx, dp[places.rows].view(-1, places.top_k), None, None, *outer(dh, rows, ends), *outer(dout, a, ends)
 
 
-def _products(x: Tensor, weights: Tensor | Sequence[Tensor], ends: Tensor, transpose: bool = False) -> Tensor:
+def products(x: Tensor, weights: Tensor | Sequence[Tensor], ends: Tensor, transpose: bool = False) -> Tensor:
     """Rows of `x` times the matrix of their expert, or its transpose."""
     if x.is_cuda:
         whole = weights if isinstance(weights, Tensor) else torch.stack(list(weights))
@@ -139,17 +185,9 @@ def _products(x: Tensor, weights: Tensor | Sequence[Tensor], ends: Tensor, trans
     return out
 
 
-def _outer(left: Tensor, right: Tensor, ends: Tensor) -> list[Tensor]:
+def outer(left: Tensor, right: Tensor, ends: Tensor) -> list[Tensor]:
     """Weight gradients; zero for an expert without tokens."""
     if left.is_cuda:
         return list(F.grouped_mm(left.t(), right, offs=ends).unbind())
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return [a.t() @ b for a, b in zip(left.split(sizes), right.split(sizes), strict=True)]
-
-
-def _combine(pairs: Tensor) -> Tensor:
-    """[tokens, top_k, n] -> [tokens, n]: added in float32, one expert after the other."""
-    total = pairs[:, 0].float()
-    for k in range(1, pairs.shape[1]):
-        total = total + pairs[:, k].float()
-    return total.to(pairs.dtype)

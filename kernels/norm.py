@@ -19,6 +19,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RMSNorm.apply(x, weight, eps)
 
 
+def add_rms_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`x + added` and its `rms_norm`, without gradient; a residual stream [t, n] float32 and what a layer adds to it [t, n]."""
+    if x.is_cuda:
+        from miles_hpc.kernels import fused
+
+        return fused.add_rms_norm(x, added, weight, eps)
+    x = x + added
+    return x, _forward(x, weight, eps)[0]
+
+
 def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Result, and the scale of each row [..., 1] float32."""
     if x.is_cuda:
@@ -41,6 +51,10 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:
         """With n = x * scale and g = dout * weight: dx = scale * (g - n * mean(g * n)), dweight = sum over rows of dout * n."""
         x, weight, scale = ctx.saved_tensors
+        if x.is_cuda:
+            from miles_hpc.kernels import fused
+
+            return *fused.rms_norm_backward(x, weight, scale, dout), None
         normed, dout = x.float() * scale, dout.float()
         g = dout * weight.float()
         dx = scale * (g - normed * (row_sum(g * normed) / x.shape[-1]))

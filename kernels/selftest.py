@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from miles_hpc.errors import NumericsError
+from miles_hpc.kernels import heads
 from miles_hpc.kernels.linear import linear_float, product
+from miles_hpc.kernels.norm import add_rms_norm, rms_norm
 from miles_hpc.kernels.rows import ROWS
 from miles_hpc.kernels.tiles import BLOCK, DECODE_ROWS
 
@@ -37,6 +39,10 @@ def check(shapes: Iterable[tuple[int, int]], head_dim: int, dtype: torch.dtype, 
         x, weight = random(MOST, k).to(where, dtype), random(n, k).to(where, dtype)
         _linear(product, x, weight)
         _linear(linear_float, x, weight)
+    for width in {k for k, _ in shapes}:
+        _joined(random(MOST, width).to(where), random(MOST, width).to(where, dtype), random(width).to(where, dtype))
+    qkv, weights = random(MOST, 5, head_dim).to(where, dtype), random(2, head_dim).to(where, dtype)
+    _heads(qkv, weights, random(2, MOST, 1, head_dim).to(where))
     if where.type == "cpu":
         for width in (head_dim, head_dim + DECODE_ROWS):
             _batched(random(40, ROWS, BLOCK), random(40, BLOCK, width))
@@ -53,6 +59,19 @@ def _linear(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tens
     # The engine and the trainer keep q, k, v and gate, up in different orders.
     if half % 8 == 0 and not torch.equal(product(x, weight[half:]), whole[:, half:]):
         raise _refused(f"a linear layer {tuple(weight.shape)} gives other bits when it is split into two")
+
+
+def _joined(x: Tensor, added: Tensor, weight: Tensor) -> None:
+    sums, normed = add_rms_norm(x, added, weight, 1e-6)
+    if not torch.equal(sums, x + added) or not torch.equal(normed, rms_norm(sums, weight, 1e-6)):
+        raise _refused(f"residual and norm of {len(weight)} values in one kernel give other bits than in two")
+
+
+def _heads(qkv: Tensor, weights: Tensor, angles: Tensor) -> None:
+    for norms in (weights, None):
+        parts = (f(qkv, norms, *angles, 1, 1e-6) for f in (heads.heads, heads.reference))
+        if not all(torch.equal(a, b) for a, b in zip(*parts, strict=True)):
+            raise _refused(f"norm and rotation of heads of {qkv.shape[-1]} in one kernel give other bits than in two")
 
 
 def _batched(left: Tensor, right: Tensor) -> None:

@@ -1,7 +1,6 @@
 """Sampling with counter-based noise: the token is a function of (logits, key, position) and of nothing else.
 
-The noise is an integer hash in plain int64 tensor operations, so it is the same on a CPU and on a GPU; there is no generator
-state.
+The noise is an integer hash, the same on a CPU and on a GPU; there is no generator state.
 """
 
 import torch
@@ -50,5 +49,9 @@ def choose(log_probs: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor,
         positions: integer [rows].
         greedy: bool [rows].
     """
-    race = uniforms(keys, positions, log_probs.shape[-1]).neg_().log1p_().neg_().log_()
-    return torch.where(greedy, log_probs.argmax(-1), (log_probs - race).argmax(-1))
+    if log_probs.is_cuda:
+        from miles_hpc.kernels.race import race
+
+        return race(log_probs, keys, positions, greedy)
+    waits = uniforms(keys, positions, log_probs.shape[-1]).neg_().log1p_().neg_().log_()
+    return torch.where(greedy, log_probs.argmax(-1), (log_probs - waits).argmax(-1))

@@ -13,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from miles_hpc.kernels import flash
 from miles_hpc.kernels.rope import rotate
 from miles_hpc.kernels.tiles import Tiles
 
@@ -37,7 +38,7 @@ class Packed(PackedSeqParams):
 
 
 class CoreAttention(MegatronModule):
-    """megatron-core's `core_attention` for packs: one scaled-dot-product call per pack and layer.
+    """megatron-core's `core_attention` for packs: FlashAttention on a GPU, else one scaled-dot-product call per pack and layer.
 
     Sequences of a pack have similar lengths (see `packing`), so the padded grid wastes little.
     """
@@ -60,6 +61,9 @@ class CoreAttention(MegatronModule):
         pack = packed_seq_params
         query = rotate(query, pack.cos, pack.sin)
         key = rotate(key, pack.cos, pack.sin)
+        if flash.usable(query):
+            bounds, longest = pack.cu_seqlens_q, pack.max_seqlen_q
+            return flash.varlen(query, key, value, bounds, longest, self.scale, repeatable=False).flatten(1)
         q, k, v = (_grid(x, pack) for x in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
         return out.transpose(1, 2).flatten(0, 1)[pack.cells].flatten(1)

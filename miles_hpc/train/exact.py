@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -18,22 +17,13 @@ from torch import Tensor
 
 from miles_hpc.errors import NumericsError
 from miles_hpc.kernels import flash, moe, selftest
-from miles_hpc.kernels.activation import swiglu
 from miles_hpc.kernels.attention import Grid, varlen
 from miles_hpc.kernels.linear import linear, linear_float
-from miles_hpc.kernels.norm import rms_norm
 from miles_hpc.kernels.rope import rotate
 from miles_hpc.kernels.tiles import Tiles, tiles
 from miles_hpc.samples.schema import Samples
-from miles_hpc.train import norm
 from miles_hpc.train.attention import Packed
 from miles_hpc.train.packing import spans
-
-
-class RMSNorm(norm.RMSNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> [..., hidden]."""
-        return rms_norm(x, self.weight, self.eps)
 
 
 class CoreAttention(MegatronModule):
@@ -63,12 +53,6 @@ class CoreAttention(MegatronModule):
         return varlen(query, key, value, pack.tiles, grid, self.scale).flatten(1)
 
 
-class SwiGLU(MLP):
-    def forward(self, hidden: Tensor, *unused: Any, **more: Any) -> tuple[Tensor, None]:
-        """[t, 1, hidden] -> [t, 1, hidden], and no bias."""
-        return self.linear_fc2(swiglu(self.linear_fc1(hidden)[0]))[0], None
-
-
 class Router(TopKRouter):
     def forward(self, hidden: Tensor, *unused: Any) -> tuple[Tensor, Tensor, Tensor]:
         """[t, hidden] -> probabilities [t, k], map [t, experts] bool (what was chosen), expert ids [t, k]."""
@@ -89,24 +73,18 @@ class MoE(MoELayer):
         return moe.experts(x, probs, ids, up, down).view_as(hidden), None
 
 
-def exchange(block: Any, core_config: Any) -> Any:
+def exchange(block: Any) -> Any:
     """Put these modules into megatron's block specification; returns it."""
     from megatron.core.transformer.moe.moe_layer import MoESubmodules
 
-    block.layer_norm = RMSNorm
     for layer in block.layer_specs:
-        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+        parts = layer.submodules
         parts.self_attn_bda = parts.mlp_bda = _add
-        attention.core_attention = CoreAttention
-        if core_config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        parts.self_attention.submodules.core_attention = CoreAttention
         submodules = parts.mlp.keywords["submodules"]  # the builder is a partial
         if isinstance(submodules, MoESubmodules):
             submodules.router = Router
             parts.mlp = partial(MoE, **parts.mlp.keywords)
-        else:
-            parts.mlp = partial(SwiGLU.as_mlp_submodule, **parts.mlp.keywords)
     return block
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from miles_hpc.config import Train
@@ -159,56 +158,3 @@ def token_weights(answer_lengths: Tensor, kind: str, longest: int = 1) -> Tensor
     if kind not in denominators:
         raise ValueError(f"loss_mean {kind!r} is none of {', '.join(denominators)}")
     return present.float() / denominators[kind]
-
-
-def log_probs_and_entropy(logits: Tensor, targets: Tensor, first: int = 0, group: dist.ProcessGroup | None = None):
-    """Log-probability of the targets and entropy of the distribution, from logits whose vocabulary may be split over ranks.
-
-    Args:
-        logits: [tokens, own vocabulary] any float type; computed in float32.
-        targets: [tokens] int64, ids in the whole vocabulary.
-        first: id of the first own vocabulary entry.
-        group: ranks that hold the rest of the vocabulary; None: all of it is here.
-
-    Returns:
-        log_probs [tokens] float32 and entropy [tokens] float32 in nats, both with gradient.
-    """
-    return _LogProbs.apply(logits.float(), targets, first, group)
-
-
-class _LogProbs(torch.autograd.Function):
-    """log_softmax and gather, with one exponential that serves both gradients and the entropy."""
-
-    @staticmethod
-    def forward(ctx, logits: Tensor, targets: Tensor, first: int, group):
-        shifted = logits - _reduced(logits.amax(-1, keepdim=True), dist.ReduceOp.MAX, group)
-        probs = shifted.exp()
-        total = _reduced(probs.sum(-1, keepdim=True), dist.ReduceOp.SUM, group)
-        probs /= total
-        log_total = total.log().squeeze(-1)
-        own = targets - first
-        here = (own >= 0) & (own < logits.shape[-1])
-        own = torch.where(here, own, 0)
-        chosen = _reduced(shifted.gather(-1, own[:, None]).squeeze(-1) * here, dist.ReduceOp.SUM, group)
-        entropy = log_total - _reduced((probs * shifted).sum(-1), dist.ReduceOp.SUM, group)
-        ctx.save_for_backward(probs, own, here, entropy)
-        ctx.set_materialize_grads(False)  # None where an output is not part of the loss
-        return chosen - log_total, entropy
-
-    @staticmethod
-    def backward(ctx, grad: Tensor | None, entropy_grad: Tensor | None):
-        probs, own, here, entropy = ctx.saved_tensors
-        if grad is None:
-            logits = torch.zeros_like(probs)
-        else:
-            logits = probs * -grad[:, None]
-            logits.scatter_add_(-1, own[:, None], (grad * here)[:, None])
-        if entropy_grad is not None:  # dH / dz_j = -p_j (log p_j + H)
-            logits -= (torch.xlogy(probs, probs) + probs * entropy[:, None]) * entropy_grad[:, None]
-        return logits, None, None, None
-
-
-def _reduced(values: Tensor, operation, group) -> Tensor:
-    if group is not None and group.size() > 1:
-        dist.all_reduce(values, operation, group)
-    return values

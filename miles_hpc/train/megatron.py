@@ -15,7 +15,6 @@ from torch import Tensor
 from miles_hpc import device
 from miles_hpc.kernels import logprob
 from miles_hpc.train import architecture
-from miles_hpc.train.loss import log_probs_and_entropy
 from miles_hpc.train.packing import Pack
 
 
@@ -113,22 +112,30 @@ class Policy:
         Returns:
             [answer tokens] float32 with gradient where enabled, [answer tokens] float32 in nats.
         """
-        logits = self.wrapped(pack.tokens, None, None, packed_seq_params=self._packed(pack))[0]
-        logits, first = self._own_vocabulary(logits[pack.before].float())
-        if self.exact:
-            return logprob.log_probs_and_entropy(logits, pack.targets, logits.new_tensor([temperature]))
-        if temperature != 1.0:
-            logits = logits / temperature
-        return log_probs_and_entropy(logits, pack.targets, first, self.groups.tensor)
+        head, first = self._own_vocabulary()
+        hidden, heat = self._hidden(pack)[pack.before], head.new_tensor([temperature], dtype=torch.float32)
+        return logprob.log_probs_and_entropy(hidden, head, pack.targets, heat, first, self.groups.tensor)
 
     def logits(self, pack: Pack) -> Tensor:
         """[t, own vocabulary] of a whole pack, for comparison with other implementations."""
-        return self._own_vocabulary(self.wrapped(pack.tokens, None, None, packed_seq_params=self._packed(pack))[0])[0]
+        return self._hidden(pack) @ self._own_vocabulary()[0].t()
 
-    def _own_vocabulary(self, logits: Tensor) -> tuple[Tensor, int]:
-        """Without the rows that fill the vocabulary up to a multiple of the ranks; and the first own token id."""
-        first = logits.shape[-1] * self.groups.tensor.rank()
-        return logits[..., : max(0, self.config.vocab_size - first)], first
+    def _hidden(self, pack: Pack) -> Tensor:
+        """What the output layer would see: [t, hidden], with sequence parallelism gathered from the tensor-parallel ranks."""
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+        packed = self._packed(pack)
+        hidden = self.wrapped(pack.tokens, None, None, packed_seq_params=packed, output_processor=_unchanged)
+        return gather_from_sequence_parallel_region(hidden) if self.core_config.sequence_parallel else hidden
+
+    def _own_vocabulary(self) -> tuple[Tensor, int]:
+        """Weight of the output layer without the rows that fill the vocabulary up to a multiple of the ranks; first own id."""
+        module = self.module
+        tied = module.share_embeddings_and_output_weights
+        weight = module.shared_embedding_or_output_weight() if tied else module.output_layer.weight
+        first = len(weight) * self.groups.tensor.rank()
+        own = max(0, min(len(weight), self.config.vocab_size - first))
+        return weight if own == len(weight) else weight[:own], first
 
     def _packed(self, pack: Pack) -> Any:
         from miles_hpc.train.attention import Packed
@@ -154,6 +161,11 @@ class Policy:
         return tiles_of(pack, self.config.num_attention_heads // self.config.num_key_value_heads)
 
 
+def _unchanged(hidden_states: Tensor, **unused: Any) -> Tensor:
+    """megatron's output processor in place of the product with the output layer: [t, 1, hidden] -> [t, hidden]."""
+    return hidden_states[:, 0]
+
+
 def build(config: Any, core_config: Any, length: int, exact: bool = False) -> torch.nn.Module:
     """A `GPTModel` without weights, with this project's norm and attention; rotary positions are applied in the attention."""
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -177,19 +189,16 @@ def build(config: Any, core_config: Any, length: int, exact: bool = False) -> to
 
 
 def layer_spec(core_config: Any, exact: bool = False) -> Any:
-    """megatron's local layers, with the norms, the core attention and the experts exchanged."""
+    """megatron's local layers, with norms, core attention, MLP and experts exchanged."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.moe.moe_layer import MoESubmodules
 
     from miles_hpc.train.attention import CoreAttention
     from miles_hpc.train.experts import Experts
+    from miles_hpc.train.mlp import SwiGLU
     from miles_hpc.train.norm import RMSNorm
 
     block = get_gpt_decoder_block_spec(core_config, use_transformer_engine=False, normalization="RMSNorm")
-    if exact:
-        from miles_hpc.train.exact import exchange
-
-        return exchange(block, core_config)
     block.layer_norm = RMSNorm
     for layer in block.layer_specs:
         parts, attention = layer.submodules, layer.submodules.self_attention.submodules
@@ -200,7 +209,13 @@ def layer_spec(core_config: Any, exact: bool = False) -> Any:
         mlp = parts.mlp.keywords["submodules"]  # the builder is a partial
         if isinstance(mlp, MoESubmodules):
             mlp.experts = partial(Experts, **mlp.experts.keywords)
-    return block
+        else:
+            parts.mlp = partial(SwiGLU.as_mlp_submodule, **parts.mlp.keywords)
+    if not exact:
+        return block
+    from miles_hpc.train.exact import exchange
+
+    return exchange(block)
 
 
 class _quiet:

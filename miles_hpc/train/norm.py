@@ -1,9 +1,11 @@
-"""RMSNorm as a megatron-core module, computed in float32."""
+"""RMSNorm as a megatron-core module."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from miles_hpc.kernels.norm import rms_norm
 
 
 class RMSNorm(torch.nn.Module):
@@ -26,7 +28,5 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden] -> [..., hidden], same dtype."""
-        y = x.float()
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return y.to(x.dtype) * self.weight
+        """[..., hidden] -> [..., hidden], in the type of the weights."""
+        return rms_norm(x, self.weight, self.eps)

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from miles_hpc.errors import NumericsError
@@ -29,14 +31,14 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]
     ),
     "swiglu": (activation.swiglu, activation.reference, [random(TOKENS, 96)]),
     "log_prob": (
-        lambda x: logprob.log_probs_and_entropy(x, TARGETS[: len(x)], TEMPERATURE)[0][:, None],
-        lambda x: logprob.reference(x, TARGETS[: len(x)], TEMPERATURE.double())[0][:, None],
-        [random(TOKENS, 155)],
+        lambda x, w: logprob.log_probs_and_entropy(x, w, TARGETS[: len(x)], TEMPERATURE)[0][:, None],
+        lambda x, w: logprob.reference(x, w, TARGETS[: len(x)], TEMPERATURE.double())[0][:, None],
+        [random(TOKENS, 24), random(155, 24, seed=1)],
     ),
     "log_prob_and_entropy": (
-        lambda x: torch.stack(logprob.log_probs_and_entropy(x, TARGETS[: len(x)], TEMPERATURE), 1),
-        lambda x: torch.stack(logprob.reference(x, TARGETS[: len(x)], TEMPERATURE.double()), 1),
-        [random(TOKENS, 155)],
+        lambda x, w: torch.stack(logprob.log_probs_and_entropy(x, w, TARGETS[: len(x)], TEMPERATURE), 1),
+        lambda x, w: torch.stack(logprob.reference(x, w, TARGETS[: len(x)], TEMPERATURE.double()), 1),
+        [random(TOKENS, 24), random(155, 24, seed=1)],
     ),
 }
 
@@ -73,14 +75,59 @@ def test_gradients_repeat(name):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_sampler_and_trainer_share_one_formula():
-    logits = random(TOKENS, 155)
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Several pieces forward and backward, the last ones not full."""
+    monkeypatch.setattr(logprob, "FORWARD", 155 * 33)
+    monkeypatch.setattr(logprob, "BACKWARD", TOKENS * 40)
+
+
+@pytest.mark.parametrize("name", ["log_prob", "log_prob_and_entropy"])
+def test_pieces_give_the_same_values_and_gradients(name, small_pieces):
+    test_values_and_gradients_are_the_references(name)
+
+
+def test_sampler_and_trainer_share_one_formula(small_pieces):
+    hidden, weight = random(TOKENS, 24), random(155, 24, seed=1)
+    logits = linear.linear_float(hidden, weight)
     everything = logprob.log_softmax(logits, TEMPERATURE)
-    log_probs, entropy = logprob.log_probs_and_entropy(logits, TARGETS, TEMPERATURE)
+    log_probs, entropy = logprob.log_probs_and_entropy(hidden, weight, TARGETS, TEMPERATURE)
     assert torch.equal(everything.gather(1, TARGETS[:, None])[:, 0], log_probs)
     for count in COUNTS:
-        assert torch.equal(logprob.log_softmax(logits[:count], TEMPERATURE), everything[:count])
-    torch.testing.assert_close(entropy, logprob.reference(logits, TARGETS, TEMPERATURE)[1], rtol=1e-4, atol=1e-5)
+        assert torch.equal(logprob.log_softmax(logits[:count], TEMPERATURE.expand(count, 1)), everything[:count])
+    torch.testing.assert_close(entropy, logprob.reference(hidden, weight, TARGETS, TEMPERATURE)[1], rtol=1e-4, atol=1e-5)
+
+
+@given(st.integers(0, 999), st.integers(0, 20), st.integers(1, 50), st.floats(0.1, 50))
+def test_log_probs_and_entropy_are_those_of_torch(seed, n, vocabulary, scale):
+    g = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(n, vocabulary, generator=g) * scale).requires_grad_()
+    targets = torch.randint(0, vocabulary, (n,), generator=g)
+    one = torch.ones(1)
+    log_probs, entropy = logprob.log_probs_and_entropy(logits, torch.eye(vocabulary), targets, one)
+    grad = torch.randn(n, generator=g)
+    ((log_probs + entropy) * grad).sum().backward()
+    found, logits.grad = logits.grad, None
+    wanted = logprob.reference(logits, torch.eye(vocabulary), targets, one)
+    ((wanted[0] + wanted[1]) * grad).sum().backward()
+    torch.testing.assert_close(log_probs, wanted[0], atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(entropy, wanted[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found, torch.zeros(n, vocabulary) if n == 0 else logits.grad, atol=1e-4, rtol=1e-4)
+
+
+def test_no_more_logits_are_held_than_the_pieces(small_pieces, monkeypatch):
+    """Forward and backward; the largest product is what is held."""
+    held, product = [], linear.product_float
+
+    def watched(x: Tensor, weight: Tensor) -> Tensor:
+        out = product(x, weight)
+        held.append(out.numel())
+        return out
+
+    monkeypatch.setattr(logprob, "product_float", watched)
+    leaves = [random(TOKENS, 24).requires_grad_(), random(155, 24, seed=1).requires_grad_()]
+    logprob.log_probs_and_entropy(*leaves, TARGETS, TEMPERATURE)[0].sum().backward()
+    assert max(held) <= 155 * 33 < TOKENS * 155 and len(held) == 3 + 2 * 5
 
 
 def test_row_sums_and_padding():

@@ -23,7 +23,7 @@ def test_values_and_gradients_are_those_of_one_mlp_per_expert(sizes):
     grad = torch.randn(n, hidden, generator=g)
     expected = _plain(x, probs, sizes, weights[: len(sizes)], weights[len(sizes) :])
     expected_grads = torch.autograd.grad(expected, inputs, grad, allow_unused=True)
-    found = _Experts.apply(x, probs, sizes, *weights)
+    found = _Experts.apply(x, probs, torch.tensor(sizes).cumsum(0).int(), *weights)
     torch.testing.assert_close(found, expected)
     for a, b in zip(torch.autograd.grad(found, inputs, grad), expected_grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)

@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_hpc.config import Train
+from miles_hpc.kernels.logprob import log_probs_and_entropy
 from miles_hpc.train.advantage import ADVANTAGES, group_advantages, reinforce_pp, reinforce_pp_baseline
 from miles_hpc.train.correction import CORRECTIONS
 from miles_hpc.train.distillation import distilled_advantages
 from miles_hpc.train.divergence import ESTIMATORS
-from miles_hpc.train.loss import LOSSES, Tokens, log_probs_and_entropy, token_weights
+from miles_hpc.train.loss import LOSSES, Tokens, token_weights
 from miles_hpc.train.objective import Objective
 from miles_hpc.train.value import gae, whiten
 
@@ -118,25 +119,12 @@ def test_kl_terms_with_the_gradient_of_the_kl(name):
     torch.testing.assert_close(found, logits.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_entropy_has_the_gradient_of_autograd():
-    g = torch.Generator().manual_seed(0)
-    logits = torch.randn(6, 9, generator=g).requires_grad_()
-    weights, targets = torch.randn(6, generator=g), torch.randint(0, 9, (6,), generator=g)
-    log_probs, entropy = log_probs_and_entropy(logits, targets)
-    ((entropy + 2 * log_probs) * weights).sum().backward()
-    found, logits.grad = logits.grad, None
-    p = logits.softmax(-1)
-    ours = -(p * p.log()).sum(-1) + 2 * p.log().gather(1, targets[:, None])[:, 0]
-    (ours * weights).sum().backward()
-    torch.testing.assert_close(found, logits.grad, rtol=1e-5, atol=1e-6)
-
-
 def test_supervised_is_the_cross_entropy_of_torch():
     """Value and gradient, as the mean over the tokens of samples with an advantage; the others take no part."""
     g = torch.Generator().manual_seed(0)
     logits = torch.randn(6, 9, generator=g).requires_grad_()
     targets, sample = torch.randint(0, 9, (6,), generator=g), torch.tensor([0, 0, 1, 1, 1, 2])
-    log_probs = log_probs_and_entropy(logits, targets)[0]
+    log_probs = log_probs_and_entropy(logits, torch.eye(9), targets, torch.ones(1))[0]
     advantages = torch.tensor([1.0, 0.0, 0.3])[sample]
     t = Tokens(log_probs, log_probs.detach(), advantages, sample, 3, log_probs.detach())
     loss = objective(loss="supervised")(t, token_weights(torch.tensor([2, 0, 1]), "token")[sample]).loss

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from miles_hpc.kernels import moe, selftest
 from miles_hpc.kernels.activation import swiglu
+from miles_hpc.kernels.heads import heads
 from miles_hpc.kernels.linear import linear, linear_float
-from miles_hpc.kernels.norm import rms_norm
-from miles_hpc.kernels.rope import Rotary, rotate
+from miles_hpc.kernels.norm import add_rms_norm
+from miles_hpc.kernels.rope import Rotary
 from miles_hpc.train.convert import has_qk_norm, head_dim, is_moe_layer
 
 
@@ -44,19 +45,17 @@ class Attention(nn.Module):
         kv = self.groups * self.size
         self.qkv = stack(self, config.hidden_size, q_proj=self.heads * self.size, k_proj=kv, v_proj=kv)
         self.o_proj = Weight(torch.empty(config.hidden_size, self.heads * self.size))
-        self.normed = has_qk_norm(config)
-        if self.normed:
-            self.q_norm, self.k_norm = Weight(torch.empty(self.size)), Weight(torch.empty(self.size))
+        self.norms: Tensor | None = None
+        if has_qk_norm(config):
+            self.norms = torch.empty(2, self.size)
+            self.q_norm, self.k_norm = Weight(self.norms[0]), Weight(self.norms[1])
         self.attend = RadixAttention(self.heads, self.size, self.size**-0.5, self.groups, layer_id=layer)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Any) -> Tensor:
         """[t, hidden] -> [t, hidden]."""
         qkv = linear(x, self.qkv).view(len(x), -1, self.size)
-        q, k, v = qkv.split([self.heads, self.groups, self.groups], 1)
-        if self.normed:
-            q, k = rms_norm(q, self.q_norm.weight, self.eps), rms_norm(k, self.k_norm.weight, self.eps)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        return linear(self.attend(q.flatten(1), k, v.contiguous(), batch), self.o_proj.weight)
+        q, k, v = heads(qkv, self.norms, cos, sin, self.groups, self.eps)
+        return linear(self.attend(q.flatten(1), k, v, batch), self.o_proj.weight)
 
 
 class MLP(nn.Module):
@@ -102,10 +101,11 @@ class Layer(nn.Module):
         self.self_attn = Attention(config, index)
         self.mlp = MoE(config) if is_moe_layer(config, index) else MLP(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, batch: Any) -> Tensor:
-        """[t, hidden] float32 -> [t, hidden] float32."""
-        x = x + self.self_attn(rms_norm(x, self.input_layernorm.weight, self.eps), cos, sin, batch)
-        return x + self.mlp(rms_norm(x, self.post_attention_layernorm.weight, self.eps))
+    def forward(self, x: Tensor, added: Tensor, cos: Tensor, sin: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
+        """Residual stream [t, hidden] float32, and what is still to be added to it [t, hidden]; both again."""
+        x, hidden = add_rms_norm(x, added, self.input_layernorm.weight, self.eps)
+        x, hidden = add_rms_norm(x, self.self_attn(hidden, cos, sin, batch), self.post_attention_layernorm.weight, self.eps)
+        return x, self.mlp(hidden)
 
 
 class Decoder(nn.Module):
@@ -122,16 +122,17 @@ class Decoder(nn.Module):
 
     def forward(self, ids: Tensor, positions: Tensor, batch: Any) -> Tensor:
         """[t] int64 twice -> [t, hidden]."""
-        x = self.embed_tokens.weight[ids].float()
+        added = self.embed_tokens.weight[ids]
+        x = torch.zeros_like(added, dtype=torch.float32)
         cos, sin = self.rotary.of(positions)
         for layer in self.layers:
-            x = layer(x, cos, sin, batch)
-        return rms_norm(x, self.norm.weight, self.eps)
+            x, added = layer(x, added, cos, sin, batch)
+        return add_rms_norm(x, added, self.norm.weight, self.eps)[1]
 
 
 class Logits(LogitsProcessor):
     def _compute_lm_head(self, hidden_states: Tensor, lm_head: Any, embedding_bias: Any = None) -> Tensor:
-        return linear(hidden_states, lm_head.weight)
+        return linear_float(hidden_states, lm_head.weight)
 
 
 class ExactModel(nn.Module):
