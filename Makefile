@@ -7,7 +7,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-long chaos check bench clean cluster-up cluster-down
+.PHONY: help install demo test test-long chaos check bench bench-gpu clean cluster-up cluster-down
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,6 +43,9 @@ check: $(STAMP)  ## style, shell scripts, types, import rules, sizes
 
 bench: $(STAMP)  ## benchmarks, each beside its baseline; results go to docs/benchmarks
 	$(BIN)/python tests/bench/all.py
+
+bench-gpu: $(STAMP)  ## the same on one or more GPUs: generation, training, exactness, sync
+	$(BIN)/python tests/bench/gpu.py
 
 cluster-up: $(STAMP)  ## a private Slurm of virtual nodes
 	$(BIN)/miles-submit cluster up

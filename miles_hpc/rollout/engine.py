@@ -38,6 +38,9 @@ class EngineHost:
     Any wait lasts at most `rollout.timeout_seconds` unless its caller says otherwise.
     """
 
+    module = "miles_hpc.rollout.sglang"
+    """Of the host process."""
+
     def __init__(
         self,
         config: Config,
@@ -69,7 +72,7 @@ class EngineHost:
         ours, theirs = Pipe()
         with theirs, self._output() as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "miles_hpc.rollout.sglang", str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", self.module, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 env=environment(dict(os.environ)),
                 stdin=subprocess.DEVNULL,

@@ -1,0 +1,73 @@
+"""`make bench-gpu`: engines and trainer on one GPU, dense and MoE; tables here, JSON in docs/benchmarks/gpu-NAME.json.
+
+python tests/bench/gpu.py [NAME ...] [--out FOLDER] [--rounds N] [--modes native exact]
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parent))
+import all as bench
+import gpu_generation
+import gpu_models
+import gpu_sync
+import gpu_training
+
+Tables = Iterator[tuple[str, list[dict[str, Any]]]]
+
+
+def measure(name: str, folder: Path, options: argparse.Namespace) -> Tables:
+    """The tables of one model."""
+    active = gpu_models.write(gpu_models.MODELS[name], folder / name)
+    hosts, seconds = gpu_generation.start(folder / name, options.modes, options.out)
+    try:
+        yield "start", [{"engines at once": len(hosts), "start s": seconds, "GiB used": gpu_training.used_gib()}]
+        rows, pairs = gpu_generation.measure(hosts, options.rounds)
+        yield "generation", rows
+        yield "generation from long prompts", [row for n in (1, 4) for row in gpu_generation.measure_long(hosts, n)]
+    finally:
+        for host in hosts.values():
+            host.shutdown()
+    yield "training", [gpu_training.measure(folder / name, kind, pairs[kind], active, folder) for kind in ("exact", "native")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join([*gpu_models.MODELS, 'sync'])}; default: what can be run here")
+    parser.add_argument("--out", type=Path, default=bench.RESULTS)
+    parser.add_argument("--rounds", type=int, default=gpu_generation.ROUNDS, help="turns of native and exact")
+    parser.add_argument("--modes", nargs="+", choices=list(gpu_generation.MODES), default=list(gpu_generation.MODES))
+    options = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        print("no CUDA device: make bench-gpu needs one", file=sys.stderr)
+        return 1
+    names = options.names or [*gpu_models.MODELS, *(["sync"] if torch.cuda.device_count() > 1 else [])]
+    there = bench.machine() | {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}
+    print(json.dumps(there), flush=True)
+    for name in names:
+        with tempfile.TemporaryDirectory() as folder:
+            work = Path(folder)
+            tables = gpu_sync.measure(work) if name == "sync" else measure(name, work, options)
+            _write(name, there, tables, options.out)
+    return 0
+
+
+def _write(name: str, there: dict[str, Any], tables: Tables, out: Path) -> None:
+    """Print and keep each table as soon as it is there."""
+    found: dict[str, Any] = {"machine": there}
+    for title, rows in tables:
+        print(f"\n{name}, {title}", flush=True)
+        bench.show(rows)
+        found[title] = rows
+        (out / f"gpu-{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
