@@ -82,6 +82,13 @@ def _add_looking(commands) -> None:
     report.add_argument("--json", action="store_true", help="as one JSON object")
     _command(commands, "audit", _audit, "recount the report's figures from the files", run=True)
 
+    bundle = _command(commands, "bundle", _bundle, "one file with the pinned packages, for nodes without a network")
+    bundle.add_argument("--python", default="3.12", help="of the node (default: 3.12)")
+    bundle.add_argument("--torch", default="2.11", help="of the node (default: 2.11)")
+    bundle.add_argument("--cuda", default="13", help="that torch is built for (default: 13)")
+    bundle.add_argument("--with-torch", action="store_true", help="torch and NVIDIA's libraries too (3 GB)")
+    bundle.add_argument("--pins", type=Path, default=None, metavar="FILE", help="pins.txt of an earlier bundle: the same bytes")
+    bundle.add_argument("--out", type=Path, default=Path("miles-hpc-bundle.tar"), help="default: miles-hpc-bundle.tar")
     _command(commands, "edges", _edges, "list the points where functions of your own attach")
 
 
@@ -183,6 +190,14 @@ def _report(options: argparse.Namespace) -> int:
     from miles_hpc.launchers import report
 
     return report.report(_existing(options.run), options.json)
+
+
+def _bundle(options: argparse.Namespace) -> int:
+    from miles_hpc.launchers.bundle import Target, bundle
+
+    target = Target(options.python, options.torch, options.cuda)
+    print(bundle(target, options.out, options.with_torch, options.pins))
+    return 0
 
 
 def _edges(options: argparse.Namespace) -> int:

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# Make an environment from a bundle on a node without a network: ./unpack.sh FOLDER. It lies in the bundle, beside wheels/.
+#   PYTHON=/path/to/python   of the version that the bundle is for (default: python3)
+# The environment sees the packages of that Python; torch is taken from there unless the bundle has it.
+set -euo pipefail
+
+[ $# -eq 1 ] || { echo "usage: $0 FOLDER" >&2; exit 2; }
+here=$(cd "$(dirname "$0")" && pwd)
+mkdir -p "$1"
+venv=$(cd "$1" && pwd)
+python=${PYTHON:-python3}
+python_version='' torch_version='' cuda_version=''
+# shellcheck source=/dev/null
+. "$here/target"
+
+refuse() {
+    echo "error: $1" >&2
+    echo "  next:  $2" >&2
+    exit 3
+}
+
+found=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+[ "$found" = "$python_version" ] || refuse "$python is Python $found, the bundle is for $python_version" "PYTHON=/path/to/python$python_version $0 $1"
+(cd "$here" && sha256sum --quiet --check SHA256SUMS) || refuse "the bundle is damaged" "copy it again"
+
+"$python" -m venv --system-site-packages "$venv"
+unset PYTHONPATH
+pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-index --no-deps)
+"${pip[@]}" "$here"/wheels/*.whl
+sources=("$here"/wheels/*.tar.gz)
+if [ -e "${sources[0]}" ]; then
+    "${pip[@]}" --no-build-isolation "${sources[@]}" ||
+        refuse "a package that comes as source was not built: ${sources[*]##*/}" "a C compiler and Python's headers, such as: module load gcc"
+fi
+
+[ -z "$torch_version" ] || "$venv/bin/python" - "$torch_version" "$cuda_version" <<'CHECK'
+import sys
+import torch
+wanted, cuda = sys.argv[1:]
+if not f"{torch.__version__}.".startswith(f"{wanted}.") or not f"{torch.version.cuda}.".startswith(f"{cuda}."):
+    sys.exit(f"error: torch {torch.__version__} with CUDA {torch.version.cuda} is here, the bundle is for {wanted} with {cuda}")
+CHECK
+echo "unpacked into $venv: $venv/bin/miles-submit"
