@@ -7,16 +7,18 @@ broadcast is torch.distributed's between two processes, in buckets of the same s
 import json
 import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gpu_models
 
-STEPS, REPEATS = 6, 5
+STEPS, REPEATS, LIMIT = 6, 5, 150
 JOB = """
 run = {{ name = "bench", steps = {steps} }}
 model = {{ path = "model", context_length = 512, dtype = "bfloat16" }}
@@ -70,19 +72,34 @@ def _syncs(name: str, folder: Path) -> list[dict[str, Any]]:
     prompts = [json.dumps({"prompt": f"{i} + {i + 1}", "label": str(2 * i + 1)}) for i in range(200)]
     (folder / "prompts.jsonl").write_text("\n".join(prompts) + "\n")
     (folder / "length.py").write_text(REWARD)
-    (folder / "job.toml").write_text(JOB.format(steps=STEPS))
+    (folder / "job.toml").write_text(JOB.format(steps=STEPS + 2))
     run = folder / "run"
     (run / "attempts" / "001").mkdir(parents=True)
     (run / "config.toml").write_text(config.dump(config.load(folder / "job.toml")))
     subprocess.run([sys.executable, "-m", "miles_hpc.prepare", "--run", run, "--attempt", "1"], check=True)
     launch = shlex.split(os.environ.get("MPIEXEC", "mpiexec"))
-    command = [*launch, *_rank("train", run, 0), ":", *_rank("rollout", run, 1)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    syncs = [event for event in events if event["event"] == "sync"]
-    if len(syncs) < 3:
-        raise RuntimeError(f"{command} ended with {result.returncode}:\n{result.stdout[-2000:]}{result.stderr[-4000:]}")
-    return syncs
+    with (folder / "log").open("w+") as log:
+        command = [*launch, *_rank("train", run, 0), ":", *_rank("rollout", run, 1)]
+        ranks = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        try:
+            return _wait(run / "events.jsonl", ranks)
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}:\n{(folder / 'log').read_text()[-6000:]}") from None
+        finally:  # not to its end: its last checkpoint is 14 bytes per parameter
+            os.killpg(ranks.pid, signal.SIGKILL)
+            ranks.wait()
+
+
+def _wait(events: Path, ranks: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
+    """The first STEPS syncs of a run under way. Raises: RuntimeError if it ends or takes too long before."""
+    deadline = time.monotonic() + LIMIT
+    while ranks.poll() is None and time.monotonic() < deadline:
+        lines = events.read_text(encoding="utf-8").splitlines()[:-1] if events.exists() else []
+        syncs = [event for event in map(json.loads, lines) if event["event"] == "sync"]
+        if len(syncs) >= STEPS:
+            return syncs[:STEPS]
+        time.sleep(0.5)
+    raise RuntimeError(f"no {STEPS} syncs within {LIMIT} s, exit code {ranks.poll()}")
 
 
 def _rank(role: str, run: Path, number: int) -> list[str]:
