@@ -13,7 +13,7 @@ from torch import Tensor
 
 def usable(x: Tensor) -> bool:
     """What the libraries are built for."""
-    return x.is_cuda and x.dtype == torch.bfloat16
+    return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (8, 9)
 
 
 def varlen(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float, repeatable: bool = True) -> Tensor:

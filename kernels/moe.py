@@ -173,7 +173,7 @@ class _Experts(torch.autograd.Function):
 
 def products(x: Tensor, weights: Tensor | Sequence[Tensor], ends: Tensor, transpose: bool = False) -> Tensor:
     """Rows of `x` times the matrix of their expert, or its transpose."""
-    if x.is_cuda:
+    if _grouped(x):
         whole = weights if isinstance(weights, Tensor) else torch.stack(list(weights))
         return F.grouped_mm(x, whole.transpose(1, 2) if transpose else whole, offs=ends)
     matrices = [w.t() if transpose else w for w in weights]
@@ -187,7 +187,12 @@ def products(x: Tensor, weights: Tensor | Sequence[Tensor], ends: Tensor, transp
 
 def outer(left: Tensor, right: Tensor, ends: Tensor) -> list[Tensor]:
     """Weight gradients; zero for an expert without tokens."""
-    if left.is_cuda:
+    if _grouped(left):
         return list(F.grouped_mm(left.t(), right, offs=ends).unbind())
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return [a.t() @ b for a, b in zip(left.split(sizes), right.split(sizes), strict=True)]
+
+
+def _grouped(x: Tensor) -> bool:
+    """True where `F.grouped_mm` takes these rows."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and len(x) > 0

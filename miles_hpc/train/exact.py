@@ -94,7 +94,7 @@ def _add(training: bool, fused: bool) -> Any:
 
 
 def exchange_linear(module: torch.nn.Module) -> torch.nn.Module:
-    """Let megatron's linear layers, the output layer included, use the row-invariant product; returns the module."""
+    """Let megatron's linear layers use the row-invariant product; returns the module. `Policy` does the output layer's."""
     for layer in module.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             layer._forward_impl = _linear
