@@ -23,6 +23,14 @@ found=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 [ "$found" = "$python_version" ] || refuse "$python is Python $found, the bundle is for $python_version" "PYTHON=/path/to/python$python_version $0 $1"
 (cd "$here" && sha256sum --quiet --check SHA256SUMS) || refuse "the bundle is damaged" "copy it again"
 
+if [ -n "$torch_version" ] && ! compgen -G "$here/wheels/torch-*.whl" >/dev/null; then
+    found=$("$python" -c 'import torch; print(torch.__version__, torch.version.cuda)' 2>/dev/null) || found=none
+    case $found in
+        "$torch_version"[.+]*" $cuda_version"*) ;;
+        *) refuse "the bundle is for torch $torch_version with CUDA $cuda_version; found: $found" "another PYTHON, or a bundle made --with-torch" ;;
+    esac
+fi
+
 "$python" -m venv --system-site-packages "$venv"
 unset PYTHONPATH
 pip=("$venv/bin/python" -m pip --disable-pip-version-check install --quiet --no-index --no-deps)
@@ -33,11 +41,4 @@ if [ -e "${sources[0]}" ]; then
         refuse "a package that comes as source was not built: ${sources[*]##*/}" "a C compiler and Python's headers, such as: module load gcc"
 fi
 
-[ -z "$torch_version" ] || "$venv/bin/python" - "$torch_version" "$cuda_version" <<'CHECK'
-import sys
-import torch
-wanted, cuda = sys.argv[1:]
-if not f"{torch.__version__}.".startswith(f"{wanted}.") or not f"{torch.version.cuda}.".startswith(f"{cuda}."):
-    sys.exit(f"error: torch {torch.__version__} with CUDA {torch.version.cuda} is here, the bundle is for {wanted} with {cuda}")
-CHECK
 echo "unpacked into $venv: $venv/bin/miles-submit"

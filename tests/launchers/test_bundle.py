@@ -15,6 +15,7 @@ from miles_hpc.launchers import bundle
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 SMALL = ["orjson==3.13.0", "partial-json-parser==0.2.1.1.post7"]
 """A compiled and a pure one."""
+TARGET = "python_version={}\ntorch_version={}\ncuda_version=13\n"
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +69,31 @@ def test_wheels_are_those_of_the_target_not_of_this_machine(tmp_path):
     assert zipfile.ZipFile(wheel).testzip() is None
 
 
+def resum(made: Path) -> None:
+    """Checksums of a changed bundle."""
+    files = [str(f.relative_to(made)) for f in made.rglob("*") if f.is_file() and f.name != "SHA256SUMS"]
+    sums = subprocess.run(["sha256sum", *files], cwd=made, capture_output=True, text=True, check=True).stdout
+    (made / "SHA256SUMS").write_text(sums)
+
+
 @pytest.mark.parametrize(
     ("file", "change", "said"),
     [
         ("wheels", lambda f: max(f.iterdir()).write_bytes(b"x"), "the bundle is damaged"),
-        ("target", lambda f: f.write_text("python_version=3.9\ntorch_version=\ncuda_version=\n"), "the bundle is for 3.9"),
+        ("target", lambda f: f.write_text(TARGET.format("3.9", "")), "the bundle is for 3.9"),
+        (
+            "target",
+            lambda f: f.write_text(f"python_version={HERE}\ntorch_version=9.9\ncuda_version=13\n"),
+            "torch 9.9 with CUDA 13",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(made, tmp_path, file, change, said):
     copy = tmp_path / "copy"
     subprocess.run(["cp", "-r", made, copy], check=True)
     change(copy / file)
+    if file == "target":
+        resum(copy)
     result = unpack(copy, tmp_path / "env")
     assert result.returncode == 3 and said in result.stderr and "next:" in result.stderr
     assert not (tmp_path / "env" / "bin").exists()
