@@ -87,9 +87,10 @@ def refine(kind: str, seen: Evidence) -> str:
 
 
 def collateral(found: Verdict, seen: Evidence) -> bool:
-    """True where a rank failed after TERM because srun ended the step for the loss of another, which is the one to name."""
+    """True where a rank failed or left after TERM because srun ended the step for the loss of another, which is to be named."""
     another = any(loss.rank != found.rank and loss.signal not in (0, signal.SIGTERM) for loss in seen.losses)
-    return found.kind == "preempted" and bool(found.error) and another and _of_allocation(seen) is None
+    ended = bool(found.error) or found.signal == signal.SIGTERM
+    return found.kind == "preempted" and ended and another and _of_allocation(seen) is None
 
 
 def _of_allocation(seen: Evidence) -> tuple[str, str] | None:

@@ -1,8 +1,11 @@
 """Verdicts that nobody wrote. The texts of srun, slurmstepd and mpiexec are recorded from Slurm 22.05 and MPICH 5.0."""
 
+import signal
+
 import pytest
 
-from miles_hpc.launchers.evidence import Evidence, Heartbeat, Loss, ended_by, judge, left, losses, refine
+from miles_hpc.launchers.evidence import Evidence, Heartbeat, Loss, collateral, ended_by, judge, left, losses, refine
+from miles_hpc.launchers.verdict import Verdict
 
 BEATS = tuple(
     Heartbeat(rank, role, "login", node, "generate", 4, 100.0 - rank, 4000 + rank)
@@ -55,6 +58,22 @@ def test_a_killed_rank_is_named(said):
     assert (found.kind, found.rank, found.role, found.node, found.phase, found.step, found.signal) == (
         ("rank_died", 2, "rollout", "r0", "generate", 4, 9)
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "state", "lost", "expected"),
+    [
+        (signal.SIGTERM, "", "RUNNING", 9, True),  # it left in order, since another had died
+        (0, "the engine's host process ended", "RUNNING", 9, True),
+        (signal.SIGTERM, "", "PREEMPTED", 9, False),
+        (signal.SIGTERM, "", "RUNNING", 15, False),
+        (signal.SIGUSR2, "", "RUNNING", 9, False),
+    ],
+)
+def test_a_rank_that_left_because_another_died_does_not_say_why_the_attempt_ended(number, error, state, lost, expected):
+    found = Verdict(kind="preempted", rank=0, signal=number, error=error)
+    seen = Evidence(code=137, job_state=state, losses=(Loss(2, "", signal=lost),), heartbeats=BEATS)
+    assert collateral(found, seen) == expected
 
 
 LEFT = """\
