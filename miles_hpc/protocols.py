@@ -5,6 +5,7 @@ an engine starts (`prepare.py`): what does not fit is a `user_error` that names 
 """
 
 import inspect
+import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,7 +221,7 @@ class Edge:
         """Such as `(prompt: str, answer: str, label: Any, metadata: Mapping[str, Any]) -> float | dict[str, float]`."""
         whole = inspect.signature(self.protocol.__call__)
         plain = whole.replace(parameters=list(whole.parameters.values())[1:])
-        return str(plain).replace("'", "").replace("typing.", "").replace("collections.abc.", "").replace("pathlib.", "")
+        return re.sub(rf"'|{re.escape(__name__)}\.|typing\.|collections\.abc\.|pathlib\.", "", str(plain))
 
 
 EDGES: dict[str, Edge] = {
