@@ -9,12 +9,13 @@ import faulthandler
 import json
 import os
 import shlex
+import signal
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from miles_hpc import verdicts
+from miles_hpc import signals, verdicts
 from miles_hpc.heartbeat import INTERVAL_SECONDS, Heartbeat
 from miles_hpc.paths import RunPaths
 from miles_hpc.watch import Seen, Watch
@@ -26,6 +27,9 @@ RANKS_PER_SECOND = 100
 LOOKS = 5
 """Before a rank is called silent or late."""
 FINE = ("", "done", "preempted", "time_limit")
+BEREFT = ("Terminating StepId=", "Terminating job step")
+"""What srun says before it sends TERM since it has lost a rank. After scancel, a requeue or a time limit it comes later."""
+CANCELLED = "CANCELLED AT"
 
 
 class Watchdog:
@@ -115,12 +119,22 @@ class Watchdog:
 
     def _obey(self) -> None:
         """Leave if the attempt has failed."""
+        if signals.heard(signal.SIGTERM) and self._bereft():
+            os._exit(1)  # a world without a rank can save nothing; to wait for it would last until Slurm kills
         if (kind := verdicts.kind_of(self.paths, self.attempt)) in FINE:
             return
         if kind == "hang":
             faulthandler.dump_traceback(self._stacks)
         time.sleep(LEAVE_SECONDS)
         os._exit(1)
+
+    def _bereft(self) -> bool:
+        """True if srun ends the step because a rank has died."""
+        try:
+            said = self.paths.launcher_log(self.attempt).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return False
+        return any(text in said.split(CANCELLED)[0] for text in BEREFT)
 
 
 def describe(found: list[Seen]) -> str:

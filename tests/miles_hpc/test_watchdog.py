@@ -2,11 +2,12 @@
 
 import json
 import os
+import signal
 import time
 
 import pytest
 
-from miles_hpc import verdicts, watchdog
+from miles_hpc import signals, verdicts, watchdog
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.paths import RunPaths
 from miles_hpc.watch import Limits, Watch
@@ -135,3 +136,31 @@ def test_a_large_world_is_looked_at_less_often(paths):
     small, large = dog(paths), dog(paths, roles=dict.fromkeys(range(1000), "train"))
     assert (small.interval, small.watch.limits.silent) == (1.0, 5.0)
     assert (large.interval, large.watch.limits.silent, large.watch.limits.still) == (10.0, 50.0, 50.0)
+
+
+LOST = """\
+srun: error: r0: task 0: Killed
+srun: launch/slurm: _step_signal: Terminating StepId=7.0
+slurmstepd-t0: error: *** STEP 7.0 ON t0 CANCELLED AT 2026-11-29T20:07:07 ***
+srun: Job step aborted: Waiting up to 12 seconds for job step to finish.
+"""
+REQUEUED = """\
+slurmstepd-t0: error: *** STEP 7.0 ON t0 CANCELLED AT 2026-11-29T20:10:16 DUE TO JOB REQUEUE ***
+srun: Job step aborted: Waiting up to 12 seconds for job step to finish.
+srun: error: t0: task 0: Exited with exit code 1
+srun: launch/slurm: _step_signal: Terminating StepId=7.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("said", "term", "leaves"), [(LOST, True, True), (LOST, False, False), (REQUEUED, True, False), ("", True, False)]
+)
+def test_a_rank_leaves_at_once_where_srun_ends_the_step_for_a_dead_one(said, term, leaves, paths, monkeypatch):
+    """Not where Slurm ends the job: then there are seconds to save."""
+    left = []
+    monkeypatch.setattr(os, "_exit", left.append)
+    monkeypatch.setattr(signals, "_noted", [signal.SIGUSR2, signal.SIGTERM][: 1 + term])
+    paths.attempt(1).mkdir(parents=True)
+    paths.launcher_log(1).write_text(said)
+    dog(paths)._obey()
+    assert left == [1] * leaves
