@@ -168,6 +168,7 @@ FAULTS = [
     Fault("scontrol requeue", "world", TRAINER, "wait", requeue, {"kind": "preempted"}),
     Fault("SIGTERM", "world", ENGINE_A, "rollout", term, {"kind": "preempted", "signal": signal.SIGTERM}),
     Fault("USR2 five times", "world", TRAINER, "wait", warn, {"kind": "preempted", "signal": signal.SIGUSR2}),
+    Fault("a rank hangs", "world", ENGINE_A, "rollout", stop, {"kind": "hang", "rank": ENGINE_A, "role": "rollout"}),
     _engine("engine host killed", ENGINE_A, "rollout", "rollout.sglang"),
     _engine("scheduler killed", ENGINE_B, "rollout", "scheduler"),
     _engine("engine dies in sync", ENGINE_A, "sync", "rollout.sglang"),
