@@ -78,8 +78,12 @@ def decide(now: Situation) -> str:
 
 
 def pause_before_restart(history: tuple[Attempt, ...]) -> float:
-    """Seconds: none after the first fault, then 10, 20, 40, at most 60, for what mends itself (a file system, a port)."""
-    faults = sum(attempt.kind in RESTART for attempt in history)
+    """Seconds: none after the first fault since the run got on, then 10, 20, 40, at most 60, for what mends itself (a port)."""
+    faults = 0
+    for attempt in reversed(history):
+        faults += attempt.kind in RESTART
+        if attempt.last_step > attempt.first_step:
+            break
     return 0.0 if faults < 2 else min(60.0, 10.0 * 2 ** (faults - 2))
 
 

@@ -37,6 +37,14 @@ def test_decision(kinds, action):
     assert decide(Situation(history(*kinds), max_restarts=2)) == action
 
 
+@pytest.mark.parametrize(("faults", "seconds"), [(1, 0), (2, 10), (3, 20), (4, 40), (5, 60), (6, 60)])
+def test_the_pause_grows_with_faults_in_a_row_and_starts_anew_when_the_run_gets_on(faults, seconds):
+    standing = history(*["rank_died"] * faults, moving=False)
+    assert verdict.pause_before_restart(standing) == seconds
+    assert verdict.pause_before_restart(history(*["bug"] * 5) + standing[1:]) == seconds
+    assert verdict.pause_before_restart(standing + history("bug", "preempted", "hang")) == 0
+
+
 @pytest.mark.parametrize("kind", ["preempted", "rank_died", "time_limit"])
 def test_a_cancelled_job_stops(kind):
     assert decide(Situation(history(kind), max_restarts=5, job_state="CANCELLED")) == "stop"
