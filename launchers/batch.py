@@ -1,69 +1,52 @@
 """What the batch script asks: `begin RUN` opens an attempt, `end RUN ATTEMPT CODE SIGNAL` says what follows.
 
 `begin` prints the attempt's number and fails where no further attempt makes sense; `end` prints done, restart, requeue or stop.
-Whatever else they have to say goes to stderr, that is into the run's job.log.
+`setup-failed RUN CODE LINE` leaves the verdict of a run whose setup fails. Whatever else they have to say goes to stderr, that
+is into the run's job.log.
 """
 
 import json
 import os
-import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from miles_hpc import config as configuration
-from miles_hpc import verdicts
-from miles_hpc.launchers import controller, evidence, policy, verdict
-from miles_hpc.launchers.evidence import Evidence
+from miles_hpc import disk, verdicts
+from miles_hpc.launchers import autopsy, controller, history, nodes, policy, requeue, verdict
 from miles_hpc.launchers.verdict import Attempt, Situation
 from miles_hpc.paths import RunPaths
 
-# Slurm sends the warning of a time limit up to a minute early.
-WARNING_EARLY_SECONDS = 65
+ATTEMPTS_IN_FULL = 20
+"""Newest attempts that keep their logs."""
 
 
 def begin(run: Path) -> str | None:
     """Open the next attempt; its number as its folder is named, or None where the history says stop."""
     paths = RunPaths(run)
-    _close_last(paths)
+    autopsy.close_last(paths)
     situation = situation_of(paths)
     if situation.history and (action := _decide(paths, situation)) in ("done", "stop"):
         _say(paths, situation.history[-1].number, action)
         return None
-    number = max(paths.attempt_numbers(), default=0) + 1
-    paths.attempt(number).mkdir(parents=True)
-    hosts = rank_hosts(paths)
-    nodes = sorted(set(hosts))
-    paths.hosts(number).write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
-    start = {
-        "attempt": number,
-        "time": time.time(),
-        "checkpoint": newest_checkpoint(paths),
-        "job_id": os.environ.get("SLURM_JOB_ID", ""),
-        "nodes": nodes,
-        "job_log_bytes": paths.job_log.stat().st_size if paths.job_log.exists() else 0,
-    }
-    paths.start(number).write_text(json.dumps(start), encoding="utf-8")
-    print(f"attempt {number} on {', '.join(nodes)}", file=sys.stderr)
-    return paths.attempt(number).name
+    return paths.attempt(_open(paths, verdict.avoided(situation.history))).name
 
 
 def end(run: Path, attempt: int, code: int, signal: str) -> str:
     """Make sure that there is a verdict; what the batch script does next."""
     paths = RunPaths(run)
-    seen = gather(paths, attempt, code, signal)
-    found = verdict.read(paths, attempt)
-    if found and evidence.collateral(found, seen):
-        paths.verdict(attempt).rename(paths.verdict(attempt).with_suffix(".collateral.json"))
-        found = None
-    if found is None:
-        judged = evidence.judge(seen)
-        verdicts.write(paths, attempt, **{**judged.fields(), "next": _next_step(run, judged)})
-    elif (kind := evidence.refine(found.kind, seen)) != found.kind:
-        verdict.rename(paths, attempt, kind)
+    seen = autopsy.seen_now(paths, attempt, code, signal)
+    autopsy.close(paths, attempt, seen)
     situation = situation_of(paths, seen.job_state)
     action = _decide(paths, situation)
-    _say(paths, attempt, action)
+    avoid = verdict.avoided(situation.history) if action == "requeue" else ()
+    verdict.amend(paths, attempt, action=action, avoided=avoid)
+    _say(paths, attempt, action + (f" without {', '.join(avoid)}" if avoid else ""))
+    if action == "requeue" and (problem := requeue.send_back(os.environ.get("SLURM_JOB_ID", ""), avoid)):
+        hint = "miles-submit resume does it from the login node, `--watch` by itself"
+        print(f"the job could not go back to the queue: {problem}; {hint}", file=sys.stderr)
     if action == "restart":
         time.sleep(verdict.pause_before_restart(situation.history))
     return action
@@ -73,77 +56,103 @@ def _decide(paths: RunPaths, situation: Situation) -> str:
     return policy.decide(situation, configuration.read(paths.config))
 
 
-def gather(paths: RunPaths, attempt: int, code: int, signal: str) -> Evidence:
-    """All that can be known from outside about an attempt that has just ended."""
-    job_id = os.environ.get("SLURM_JOB_ID", "")
-    job = controller.job(job_id) if job_id else controller.JobState("")
-    log, hosts = paths.launcher_log(attempt), paths.hosts(attempt).read_text(encoding="utf-8").split()
-    slurm = configuration.read(paths.config).slurm
-    said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    return Evidence(
-        code=code,
-        prepared=log.exists(),
-        job_state=_end_of_job(paths, attempt) if signal == "TERM" else job.state,
-        bad_nodes=controller.bad_nodes(",".join(job.nodes)),
-        losses=evidence.losses(said, hosts, slurm.train.ranks),
-        left=evidence.left(said),
-        heartbeats=evidence.heartbeats(paths.folder, attempt),
-        near_limit=time.time() > job.end - slurm.warning_seconds - WARNING_EARLY_SECONDS,
-    )
+def setup_failed(run: Path, code: int, line: str) -> None:
+    """The verdict of an attempt that ended in a line of `slurm.setup`."""
+    paths = RunPaths(run)
+    autopsy.close_last(paths)
+    number = _open(paths, ())
+    what = f"a line of the setup ended with code {code}: {line.strip()}"
+    where = "slurm.setup of the run, or setup of its site profile"
+    hint = f"mend the line in {paths.config}, then miles-submit resume {run}; what it said: miles-submit logs {run} --role job"
+    verdicts.write(paths, number, kind="user_error", phase="setup", error=what, where=where, next=hint, action="stop")
+    _say(paths, number, "stop")
 
 
-def _end_of_job(paths: RunPaths, attempt: int) -> str:
-    """Why this shell got TERM. Without a word from Slurm: cancelled, since to stop too early can be mended."""
-    with paths.job_log.open("rb") as file:
-        file.seek(json.loads(paths.start(attempt).read_text(encoding="utf-8"))["job_log_bytes"])
-        return evidence.ended_by(file.read().decode("utf-8", errors="replace")) or "CANCELLED"
+def _open(paths: RunPaths, avoid: tuple[str, ...]) -> int:
+    """The next attempt's folder, with where it starts."""
+    number = max(paths.attempt_numbers(), default=0) + 1
+    paths.attempt(number).mkdir(parents=True)
+    _thin_out(paths)
+    if warning := disk.shortage(paths):
+        print(f"warning: {warning}", file=sys.stderr)
+    pools = nodes.allocated()
+    config = configuration.read(paths.config)
+    hosts = nodes.hosts(pools, config, avoid) or nodes.hosts(pools, config) or []
+    paths.hosts(number).write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
+    start = {
+        "attempt": number,
+        "time": time.time(),
+        "steps": completed_steps(paths),
+        "job_id": os.environ.get("SLURM_JOB_ID", ""),
+        "nodes": sorted(set(hosts)),
+        "job_log_bytes": paths.job_log.stat().st_size if paths.job_log.exists() else 0,
+    }
+    paths.start(number).write_text(json.dumps(start), encoding="utf-8")
+    print(f"attempt {number} on {', '.join(sorted(set(hosts)))}", file=sys.stderr)
+    return number
+
+
+def _thin_out(paths: RunPaths) -> None:
+    """Of attempts long ago only what the history is read from is kept: a run that is preempted every hour has many."""
+    for number in paths.attempt_numbers()[:-ATTEMPTS_IN_FULL]:
+        needed = {paths.start(number), paths.verdict(number), paths.hosts(number)}
+        for file in paths.attempt(number).iterdir():
+            if file not in needed:
+                shutil.rmtree(file) if file.is_dir() else file.unlink()
 
 
 def situation_of(paths: RunPaths, job_state: str = "") -> Situation:
     """The attempts since the user's last `run` or `resume`, and the run's limits."""
     job = json.loads(paths.job.read_text(encoding="utf-8"))
     numbers = [n for n in paths.attempt_numbers() if n >= job["first_attempt"]]
-    starts = {n: json.loads(paths.start(n).read_text(encoding="utf-8"))["checkpoint"] for n in numbers}
-    ends = {n: starts.get(n + 1, newest_checkpoint(paths)) for n in numbers}
-    verdicts_ = {n: verdict.read(paths, n) for n in numbers}
-    history = (Attempt(n, found.kind, starts[n], ends[n]) for n, found in verdicts_.items() if found)
-    limit = configuration.read(paths.config).slurm.max_restarts
-    return Situation(tuple(history), limit, job_state, slurm=job["scheduler"] == "slurm")
+    steps = [_steps_at_start(autopsy.started(paths, n)) for n in numbers] + [completed_steps(paths)]
+    attempts = (_attempt(paths, n, steps[i], steps[i + 1]) for i, n in enumerate(numbers))
+    past = tuple(attempt for attempt in attempts if attempt)
+    config, pools = configuration.read(paths.config), nodes.allocated()
+    avoid = verdict.avoided(past)
+    return Situation(
+        past,
+        config.slurm.max_restarts,
+        job_state,
+        slurm=job["scheduler"] == "slurm",
+        replaceable=nodes.hosts(pools, config, avoid) is not None,
+        others=not avoid or _others(pools, avoid),
+    )
+
+
+def _others(pools: nodes.Pools, avoid: tuple[str, ...]) -> bool:
+    """True where every partition has enough nodes without those to avoid, or Slurm does not say."""
+    for group, pool in enumerate(pools):
+        plain = os.environ.get("SLURM_JOB_PARTITION", "")
+        partition = os.environ.get(f"SLURM_JOB_PARTITION_HET_GROUP_{group}", plain)
+        usable = controller.usable_nodes(partition)
+        if usable and len({*usable} - {*avoid}) < len(pool):
+            return False
+    return True
+
+
+def _attempt(paths: RunPaths, number: int, first_step: int, last_step: int) -> Attempt | None:
+    if (found := verdict.read(paths, number)) is None:
+        return None
+    blamed = found.nodes or ((found.node,) if found.node else ())
+    return Attempt(number, found.kind, first_step, last_step, blamed)
+
+
+def _steps_at_start(start: dict[str, Any]) -> int:
+    return int(start.get("steps", start.get("checkpoint", -1)))
+
+
+def completed_steps(paths: RunPaths) -> int:
+    """Steps done so far, by events or checkpoints, whichever knows of more; -1: not even the first weights are saved."""
+    events, _ = history.lines(paths.events)
+    done = [e["step"] + 1 for e in events if e.get("event") == "step"]
+    return max([newest_checkpoint(paths), *done])
 
 
 def newest_checkpoint(paths: RunPaths) -> int:
     """Step of the newest complete checkpoint; -1: none. An unfinished one has another name."""
     names = (p.name.removeprefix("step-") for p in paths.checkpoints.glob("step-*"))
     return max((int(name) for name in names if name.isdigit()), default=-1)
-
-
-def rank_hosts(paths: RunPaths) -> list[str]:
-    """Node of every rank: training on the first nodes, rollout on the rest; colocated, both on all."""
-    config = configuration.read(paths.config)
-    train, rollout = config.slurm.train, config.rollout_component
-    lists = [os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}", "") for i in (0, 1)]
-    names = [n for text in lists if text for n in controller.hostnames(text)]
-    names = names or controller.hostnames(os.environ.get("SLURM_JOB_NODELIST", ""))
-    if not names:
-        return ["localhost"] * (train.ranks + rollout.ranks)
-    hosts = [host for host in names[: train.nodes] for _ in range(train.ranks_per_node)]
-    return hosts + [host for host in names[-rollout.nodes :] for _ in range(rollout.ranks_per_node)]
-
-
-def _close_last(paths: RunPaths) -> None:
-    """A verdict for an attempt whose batch script vanished: its node died, or Slurm killed it before it could ask."""
-    numbers = paths.attempt_numbers()
-    if numbers and verdict.read(paths, numbers[-1]) is None:
-        judged = evidence.judge(Evidence(code=-1, restarted_by_slurm=True))
-        verdicts.write(paths, numbers[-1], **judged.fields())
-
-
-def _next_step(run: Path, judged: verdict.Verdict) -> str:
-    """The command that shows more."""
-    logs = f"miles-submit logs {shlex.quote(str(run))}"
-    if judged.phase == "prepare":
-        return f"{logs} --role job"
-    return logs + (f" --role {judged.role} --rank {judged.rank}" if judged.role else "")
 
 
 def _say(paths: RunPaths, attempt: int, action: str) -> None:
@@ -153,7 +162,7 @@ def _say(paths: RunPaths, attempt: int, action: str) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """`begin RUN` or `end RUN ATTEMPT CODE SIGNAL`."""
+    """`begin RUN`, `end RUN ATTEMPT CODE SIGNAL` or `setup-failed RUN CODE LINE`."""
     match arguments:
         case ["begin", run]:
             if (attempt := begin(Path(run))) is None:
@@ -161,6 +170,8 @@ def main(arguments: list[str]) -> int:
             print(attempt)
         case ["end", run, attempt, code, signal]:
             print(end(Path(run), int(attempt), int(code), signal))
+        case ["setup-failed", run, code, line]:
+            setup_failed(Path(run), int(code), line)
         case _:
             print(__doc__, file=sys.stderr)
             return 2

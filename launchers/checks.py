@@ -29,7 +29,7 @@ def check_nodes(job: JobSpec, partitions: dict[str, Partition]) -> None:
                 raise SiteError(
                     f"no partition {name!r} here; did you mean {', '.join(near)}?", where=f"slurm.{component.role}.partition"
                 )
-        wanted[component.partition or default] += component.nodes
+        wanted[component.partition or default] += component.nodes + component.spares
     for names, nodes in wanted.items():
         there = sum(partitions[n].nodes for n in names.split(",") if n in partitions)
         if names and nodes > there:

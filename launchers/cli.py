@@ -75,7 +75,8 @@ def _add_looking(commands) -> None:
     logs.add_argument("--attempt", type=int, default=None, help="default: the newest")
     logs.add_argument("-f", "--follow", action="store_true", help="go on printing until the run ends")
     _command(commands, "cancel", _cancel, "end a run that is queued or running", run=True)
-    _command(commands, "why", _why, "print the newest verdict", run=True)
+    why = _command(commands, "why", _why, "why an attempt ended, and what to type next", run=True)
+    why.add_argument("--attempt", type=_at_least_one, default=None, help="default: the newest that has ended")
     samples = _command(commands, "samples", _samples, "print prompts, answers and rewards", run=True)
     samples.add_argument("--step", type=int, default=None, help="default: the newest")
     report = _command(commands, "report", _report, "summarise a run", run=True)
@@ -174,9 +175,9 @@ def _cancel(options: argparse.Namespace) -> int:
 
 
 def _why(options: argparse.Namespace) -> int:
-    from miles_hpc.launchers import status
+    from miles_hpc.launchers import why
 
-    print(status.why(_existing(options.run)))
+    print(why.why(_existing(options.run), options.attempt))
     return 0
 
 

@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 
 from miles_hpc.errors import SiteError
+from miles_hpc.launchers import nodes
 
 NO_SLURM = "miles-submit cluster up    (a private Slurm on this machine), or add --local (mpiexec, no Slurm)"
 # Worst first: the state of a heterogeneous job is that of its worst component, once all have ended.
@@ -139,9 +140,26 @@ def _seconds(text: str) -> float:
         return inf
 
 
-def hostnames(node_list: str) -> list[str]:
-    """Names of the nodes in a list such as `t[0-1],r0`."""
-    return _ask("scontrol", "show", "hostnames", node_list).split() if node_list else []
+def excluded(job_id: str) -> tuple[str, ...]:
+    """Nodes that a job is kept off, over all its components."""
+    found = re.findall(r" ExcNodeList=(\S+)", _ask("scontrol", "-o", "show", "job", job_id))
+    return tuple(name for text in found if text != "(null)" for name in nodes.expanded(text))
+
+
+def usable_nodes(partition: str) -> tuple[str, ...]:
+    """Nodes of a partition (empty: of the default one) that are neither down nor drained."""
+    said = _ask("sinfo", "--noheader", "--Node", *([f"--partition={partition}"] if partition else []), "--format=%N %T")
+    rows = (line.split() for line in said.splitlines())
+    return tuple(name for name, state in rows if not re.match("down|drain|fail|maint", state) and not state.endswith("*"))
+
+
+def order(*command: str) -> str | None:
+    """Give Slurm an order; None if it was obeyed, else what Slurm's program said."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{error}" if isinstance(error, OSError) else "timed out"
+    return None if result.returncode == 0 else (result.stderr or result.stdout).strip() or f"exit code {result.returncode}"
 
 
 def bad_nodes(node_list: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from miles_hpc.launchers.verdict import Verdict
 
@@ -26,6 +27,7 @@ class Heartbeat:
     step: int = -1
     time: float = 0.0
     pid: int = 0
+    peak_memory_mib: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,15 @@ class Evidence:
     """The warning of the time limit was due."""
     left: bool = False
     """A rank had ended with code 0 long before srun ended the others."""
-    restarted_by_slurm: bool = False
-    """The attempt's batch script vanished and Slurm started another."""
+    vanished: bool = False
+    """The attempt's batch script ended before it could ask for a verdict."""
 
 
 def judge(seen: Evidence) -> Verdict:
     """The likeliest verdict where no rank could write one."""
     allocation = _of_allocation(seen)
     if allocation:
-        return Verdict(kind=allocation[0], error=allocation[1], exit_code=seen.code)
+        return Verdict(kind=allocation[0], error=allocation[1], exit_code=max(seen.code, 0), nodes=seen.bad_nodes)
     if not seen.prepared:
         kind = "user_error" if seen.code == 2 else "bug"
         return Verdict(kind=kind, phase="prepare", exit_code=seen.code, error="the preparation on the first node failed")
@@ -97,14 +99,14 @@ def _of_allocation(seen: Evidence) -> tuple[str, str] | None:
     """Kind and sentence where the allocation itself ended."""
     if seen.bad_nodes or seen.job_state == "NODE_FAIL":
         return "node_failure", f"node {', '.join(seen.bad_nodes) or 'unknown'} is down or does not respond"
-    if seen.restarted_by_slurm:
-        return "node_failure", "the batch script vanished without a word and Slurm started the job again"
     if seen.job_state == "TIMEOUT":
         return "time_limit", "the job reached its time limit before the ranks had ended"
     if seen.job_state == "CANCELLED":
         return "preempted", "the job was cancelled"
     if seen.job_state in ("PREEMPTED", "PENDING", "REQUEUED", "SUSPENDED"):
         return "preempted", f"Slurm took the nodes back (job state {seen.job_state})"
+    if seen.vanished:
+        return "node_failure", "the batch script vanished without a word: its node died, or something killed it"
     return None
 
 
@@ -203,14 +205,24 @@ def ended_by(job_log: str) -> str:
     return _REASONS.get(found[-1], "CANCELLED") if found else ""
 
 
-def heartbeats(folder: Path, attempt: int | None = None) -> tuple[Heartbeat, ...]:
-    """What every rank last said, in this attempt or in any."""
+def heartbeats(folder: Path, attempt: int) -> tuple[Heartbeat, ...]:
+    """What every rank last said in this attempt."""
+    return tuple(heartbeat(values) for values in last_words(folder, attempt))
+
+
+def heartbeat(values: dict[str, Any]) -> Heartbeat:
+    """One heartbeat file's content, as far as the launcher needs it."""
+    return Heartbeat(**{k: values[k] for k in Heartbeat.__dataclass_fields__ if k in values})
+
+
+def last_words(folder: Path, attempt: int) -> list[dict[str, Any]]:
+    """The heartbeat files of an attempt as they are, by rank."""
     found = []
     for file in sorted((folder / "heartbeat").glob("rank-*.json")):
         try:
             values = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError):
+        except (OSError, ValueError):
             continue
-        if attempt is None or values.get("attempt", attempt) == attempt:
-            found.append(Heartbeat(**{k: values[k] for k in Heartbeat.__dataclass_fields__ if k in values}))
-    return tuple(found)
+        if isinstance(values, dict) and "rank" in values and values.get("attempt", attempt) == attempt:
+            found.append(values)
+    return found

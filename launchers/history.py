@@ -37,6 +37,8 @@ class History:
     """The `start` event of every attempt that came so far."""
     events: list[Line]
     """Every readable line of events.jsonl."""
+    removed: int
+    """Samples of steps below this were removed by `checkpoint.keep_samples`."""
     damaged: int
     """Lines of both files that are no such JSON objects: cut by a crash or a full disk."""
 
@@ -54,8 +56,16 @@ def read(paths: RunPaths) -> History:
         syncs=[e for e in events if e.get("event") == "sync"],
         starts=starts,
         events=events,
+        removed=_removed(paths),
         damaged=damaged + damaged_too,
     )
+
+
+def _removed(paths: RunPaths) -> int:
+    try:
+        return int(json.loads(paths.removed_samples.read_text(encoding="utf-8"))["before"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def lines(file: Path) -> tuple[list[Line], int]:

@@ -29,6 +29,7 @@ def text(spec: JobSpec, mpiexec: str = "") -> str:
         site=spec.site,
         setup="\n".join(spec.setup) or ":",
         launch=_launch(spec, mpiexec),
+        srun="" if mpiexec else shlex.join(["srun", *spec.srun_options]),
         prepare=shlex.join(spec.prepare),
     )
 
@@ -72,8 +73,9 @@ def _component_directives(spec: JobSpec, component: Component) -> Iterator[str]:
         "account": spec.account,
         "qos": spec.qos,
         "constraint": component.constraint,
+        "exclude": ",".join(spec.exclude),
         "time": spec.time_minutes,
-        "nodes": component.nodes,
+        "nodes": component.nodes + component.spares,
         "ntasks-per-node": component.ranks_per_node,
         "cpus-per-task": component.cpus_per_rank,
         "gpus-per-node": component.gpus_per_node,
@@ -95,11 +97,14 @@ def _mpiexec(spec: JobSpec, program: str) -> str:
 
 def _het_srun(spec: JobSpec) -> str:
     """One srun over both components; the role is an argument, since Slurm tells no task which component it is in."""
-    parts = [
-        f"--het-group={number} --nodes={c.nodes} --ntasks={c.ranks} --cpus-per-task={c.cpus_per_rank} {_rank(spec, c)}"
-        for number, c in enumerate(spec.components)
-    ]
+    sizes = [f"--nodes={c.nodes} --ntasks={c.ranks} --cpus-per-task={c.cpus_per_rank}{_chosen(c)}" for c in spec.components]
+    parts = [f"--het-group={n} {sizes[n]} {_rank(spec, c)}" for n, c in enumerate(spec.components)]
     return f"    exec {_srun(spec)} {_mpmd(parts)}"
+
+
+def _chosen(component: Component) -> str:
+    """With spares in the allocation: the nodes that the health check has chosen."""
+    return f' --nodelist="$(cat "$RUN/attempts/$MILES_ATTEMPT/{component.role}.nodes")"' if component.spares else ""
 
 
 def _mpmd(parts: list[str]) -> str:

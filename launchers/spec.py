@@ -19,6 +19,7 @@ class Component:
 
     role: str
     nodes: int
+    spares: int
     ranks_per_node: int
     cpus_per_rank: int
     gpus_per_node: int
@@ -51,6 +52,8 @@ class JobSpec:
     setup: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]
     srun_options: tuple[str, ...]
+    exclude: tuple[str, ...] = ()
+    """Nodes to be kept off."""
     python: str = sys.executable
     main: tuple[str, ...] = MAIN
     """Arguments of Python for every rank."""
@@ -74,12 +77,16 @@ def build(config: Config, site: Site, folder: Path) -> JobSpec:
     """The job of a resolved configuration at a site.
 
     Raises:
-        UserError: a folder that Slurm would misread.
+        UserError: a folder that Slurm would misread, or spare nodes in a homogeneous job.
     """
     _check_folder(folder)
     slurm = config.slurm
     train = _component("train", slurm.train, site.train_partition)
     rollout = _component("rollout", config.rollout_component, site.rollout_partition)
+    single = _single(train, rollout, site, config.colocated)
+    if single and train.spares + rollout.spares:
+        hint = "set slurm.train.spares and slurm.rollout.spares to 0"
+        raise UserError("spare nodes need a heterogeneous job", where=f"site {site.name}", next_step=hint)
     return JobSpec(
         name=config.run.name,
         folder=folder,
@@ -92,7 +99,7 @@ def build(config: Config, site: Site, folder: Path) -> JobSpec:
         account=slurm.account,
         qos=slurm.qos,
         mpi=slurm.mpi or site.mpi,
-        single=_single(train, rollout, site, config.colocated),
+        single=single,
         setup=(*site.setup, *slurm.setup),
         environment=tuple(_environment(train, rollout, site)),
         srun_options=tuple(site.srun_options),
@@ -119,6 +126,7 @@ def _homogeneous(a: Component, b: Component, site: Site) -> Component:
     return Component(
         role="all",
         nodes=a.nodes + b.nodes,
+        spares=0,
         ranks_per_node=ranks,
         cpus_per_rank=-(-cores // ranks),
         gpus_per_node=max(a.gpus_per_node, b.gpus_per_node),
@@ -133,6 +141,7 @@ def _component(role: str, section: configuration.Component, partition: str) -> C
     return Component(
         role=role,
         nodes=section.nodes,
+        spares=section.spares,
         ranks_per_node=section.ranks_per_node,
         cpus_per_rank=section.cpus_per_rank,
         gpus_per_node=section.gpus_per_node,

@@ -1,13 +1,13 @@
-"""`miles-submit status`, `why` and `cancel`."""
+"""`miles-submit status` and `cancel`."""
 
-import json
 import shlex
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from miles_hpc import config as configuration
-from miles_hpc.errors import UserError
+from miles_hpc import disk
 from miles_hpc.launchers import controller, evidence, local, verdict
 from miles_hpc.launchers.progress import progress_of
 from miles_hpc.launchers.state import RunState, state_of
@@ -31,6 +31,9 @@ def _rows(folder: Path, now: RunState) -> Iterator[tuple[str, str]]:
                 "rank",
                 f"{beat.rank} {beat.role} on {beat.node or beat.host}: {beat.phase}, step {beat.step}, {age:.0f} s ago",
             )
+    yield "disk", _disk(RunPaths(folder))
+    if warning := disk.shortage(RunPaths(folder)):
+        yield "warning", warning
     if now.verdict:
         yield "verdict", verdict.sentence(now.verdict)
     for command in _next(folder, now):
@@ -49,6 +52,13 @@ def _state(now: RunState) -> str:
     return ", ".join(parts)
 
 
+def _disk(paths: RunPaths) -> str:
+    """What the run takes, as a whole and in its large parts."""
+    parts = {name: disk.size(getattr(paths, name)) for name in ("checkpoints", "samples", "attempts")}
+    said = ", ".join(f"{name} {disk.text(size)}" for name, size in parts.items())
+    return f"{disk.text(disk.size(paths.folder))} ({said}), {disk.text(shutil.disk_usage(paths.folder).free)} free"
+
+
 def _next(folder: Path, now: RunState) -> Iterator[str]:
     name = shlex.quote(str(folder))
     if not now.ended:
@@ -59,25 +69,6 @@ def _next(folder: Path, now: RunState) -> Iterator[str]:
         if now.verdict and now.verdict.next:
             yield now.verdict.next
         yield f"miles-submit resume {name}"
-
-
-def why(folder: Path) -> str:
-    """The newest verdict in full.
-
-    Raises:
-        UserError: no attempt has ended yet.
-    """
-    paths = RunPaths(folder)
-    ended = [n for n in paths.attempt_numbers() if verdict.read(paths, n)]
-    if not ended:
-        raise UserError(
-            "no attempt has ended yet", where=str(folder), next_step=f"miles-submit status {shlex.quote(str(folder))}"
-        )
-    values = json.loads(paths.verdict(ended[-1]).read_text(encoding="utf-8"))
-    traceback = values.pop("traceback", "")
-    width = max(len(key) for key in values)
-    lines = [f"{key:{width}}  {value}" for key, value in values.items() if value not in ("", None)]
-    return "\n".join([*lines, *([f"\n{traceback}"] if traceback else [])])
 
 
 def cancel(folder: Path) -> str:

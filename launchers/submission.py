@@ -7,15 +7,16 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from miles_hpc import config as configuration
 from miles_hpc.config import Config
 from miles_hpc.errors import SiteError, UserError
-from miles_hpc.launchers import controller, local, plan, provenance
+from miles_hpc.launchers import autopsy, batch, controller, local, plan, provenance, verdict
 from miles_hpc.launchers.checks import check_files, check_nodes
 from miles_hpc.launchers.spec import MAIN, PREPARE, JobSpec
 from miles_hpc.launchers.state import job_of, state_of
@@ -56,7 +57,30 @@ def resume(folder: Path, *, without_slurm: bool, main: Program = MAIN, prepare: 
         UserError: it has not ended, or has nothing left to do. SiteError: nobody can say whether it has ended.
     """
     with _alone(folder):
-        return _resume(folder, without_slurm, main, prepare)
+        config = _may_resume(folder, without_slurm)
+        without_slurm = without_slurm or _last_job(RunPaths(folder))["scheduler"] == "local"
+        return _again(folder, config, without_slurm, main, prepare)
+
+
+def go_on(folder: Path, *, main: Program = MAIN, prepare: Program = PREPARE) -> bool:
+    """Submit again a job that should have gone back to the queue and could not: its shell has no scontrol, or Slurm ended it
+    before it could ask. The history goes on, nodes that are to be avoided are. False where the run has ended for good.
+    """
+    paths = RunPaths(folder)
+    with _alone(folder):
+        now = state_of(folder)
+        if now.job["scheduler"] != "slurm" or not now.slurm.ended or now.slurm.state == "CANCELLED":
+            return False
+        autopsy.close_last(paths, now.slurm.state)
+        situation = batch.situation_of(paths, now.slurm.state)
+        if not situation.history:
+            return False
+        found = verdict.read(paths, situation.history[-1].number)
+        if found is None or (found.action or verdict.decide(situation)) != "requeue":
+            return False
+        keep = {"first_attempt": now.job["first_attempt"]}
+        _again(folder, configuration.read(paths.config), False, main, prepare, verdict.avoided(situation.history), keep)
+        return True
 
 
 @contextlib.contextmanager
@@ -71,7 +95,8 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _resume(folder: Path, without_slurm: bool, main: Program, prepare: Program) -> Path:
+def _may_resume(folder: Path, without_slurm: bool) -> Config:
+    """The configuration of a run that has ended and has something left to do."""
     paths = RunPaths(folder)
     config, before = configuration.read(paths.config), _last_job(paths)
     now = state_of(folder)
@@ -85,13 +110,25 @@ def _resume(folder: Path, without_slurm: bool, main: Program, prepare: Program) 
     if now.word == "done" and config.run.steps <= before.get("steps", 0):
         hint = f"to train longer raise run.steps in {paths.config}"
         raise UserError(f"the run is complete, all {config.run.steps} steps", where=str(folder), next_step=hint)
-    without_slurm = without_slurm or before["scheduler"] == "local"
+    return config
+
+
+def _again(
+    folder: Path,
+    config: Config,
+    without_slurm: bool,
+    main: Program,
+    prepare: Program,
+    exclude: tuple[str, ...] = (),
+    keep: Mapping[str, Any] = MappingProxyType({}),
+) -> Path:
+    """Submit in a folder that has a run already; `keep`: what job.json takes over from the last job."""
     cluster = "" if without_slurm else controller.find()
     check_files(config)
-    job = replace(plan.job_spec(config, cluster, folder), main=main, prepare=prepare)
+    job = replace(plan.job_spec(config, cluster, folder), main=main, prepare=prepare, exclude=exclude)
     if cluster:
         check_nodes(job, controller.partitions())
-    _submit(job, config, without_slurm)
+    _submit(job, config, without_slurm, keep)
     return folder
 
 
@@ -142,7 +179,7 @@ def _write(folder: Path, config: Config) -> None:
     paths.provenance.write_text(json.dumps(provenance.collect(config), indent=1), encoding="utf-8")
 
 
-def _submit(job: JobSpec, config: Config, without_slurm: bool) -> None:
+def _submit(job: JobSpec, config: Config, without_slurm: bool, keep: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Submit; job.json is there before the job can start, since the batch script reads it."""
     paths = RunPaths(job.folder)
     record: dict[str, Any] = {
@@ -155,6 +192,7 @@ def _submit(job: JobSpec, config: Config, without_slurm: bool) -> None:
         "slurm_conf": "" if without_slurm else os.environ.get("SLURM_CONF", ""),
         "slurm_programs": "" if without_slurm else str(Path(shutil.which("sbatch") or "").parent),
         "submitted": time.time(),
+        **keep,
     }
     before = paths.job.read_text(encoding="utf-8") if paths.job.exists() else None
     _replace(paths.job, json.dumps(record, indent=1))

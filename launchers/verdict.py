@@ -2,16 +2,19 @@
 
 import json
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from miles_hpc.paths import RunPaths
 
 RESTART = {"rank_died", "hang", "out_of_memory", "bug"}
 """A fault of the program or of one process: the allocation is still good."""
-REQUEUE = {"preempted", "time_limit", "node_failure"}
-"""The allocation is gone or going."""
+REQUEUE = {"preempted", "time_limit", "node_failure", "bad_node"}
+"""The allocation is gone, going, or has a node that is no good."""
 STOP = {"user_error", "diverged"}
 """The next attempt would end in the same way."""
+NOT_ITS_FAULT = {"preempted", "bad_node"}
+"""An attempt that was given no time says nothing about the run."""
 ATTEMPTS_WITHOUT_PROGRESS = 3
 
 
@@ -22,9 +25,11 @@ class Attempt:
     number: int
     kind: str
     first_step: int
-    """Newest checkpoint when it started; -1: none."""
+    """Steps that were complete when it started; -1: not even the first weights were saved."""
     last_step: int
-    """Newest checkpoint when it ended."""
+    """Steps that were complete when it ended."""
+    nodes: tuple[str, ...] = ()
+    """Nodes that its verdict names."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,10 @@ class Situation:
     max_restarts: int
     job_state: str = ""
     slurm: bool = True
+    replaceable: bool = True
+    """The allocation has enough nodes without those to be avoided."""
+    others: bool = True
+    """The partitions have enough nodes without them."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +65,15 @@ class Verdict:
     next: str = ""
     attempt: int = 0
     time: float = 0.0
+    nodes: tuple[str, ...] = ()
+    """Nodes that failed, where that is more than the node of one rank."""
+    action: str = ""
+    """What followed: done, restart, requeue or stop."""
     traceback: str = field(default="", repr=False)
 
     def fields(self) -> dict[str, Any]:
         """What to write, without what is not known."""
-        known = {k: v for k, v in asdict(self).items() if v not in ("", -1) or k == "kind"}
+        known = {k: v for k, v in asdict(self).items() if v not in ("", -1, ()) or k == "kind"}
         return {k: v for k, v in known.items() if k not in ("attempt", "time")}
 
 
@@ -71,10 +84,19 @@ def decide(now: Situation) -> str:
         return "done"
     if last.kind in STOP or now.job_state == "CANCELLED" or stalled(now.history):
         return "stop"
-    if last.kind in REQUEUE:
-        return "requeue" if now.slurm else "stop"
     faults = sum(attempt.kind in RESTART for attempt in now.history)
-    return "restart" if faults <= now.max_restarts else "stop"
+    if (last.kind in RESTART and faults > now.max_restarts) or (last.kind == "bad_node" and not now.others):
+        return "stop"
+    if last.kind in RESTART and (now.replaceable or not now.others or not now.slurm):
+        return "restart"
+    return "requeue" if now.slurm else "stop"
+
+
+def avoided(history: tuple[Attempt, ...]) -> tuple[str, ...]:
+    """Nodes to do without: one that failed its health check, or that two faults in a row name."""
+    checked = {node for attempt in history if attempt.kind == "bad_node" for node in attempt.nodes}
+    faults = [{*attempt.nodes} for attempt in history if attempt.kind in RESTART]
+    return tuple(sorted(checked.union(*(a & b for a, b in pairwise(faults)))))
 
 
 def pause_before_restart(history: tuple[Attempt, ...]) -> float:
@@ -88,28 +110,40 @@ def pause_before_restart(history: tuple[Attempt, ...]) -> float:
 
 
 def stalled(history: tuple[Attempt, ...]) -> bool:
-    """True where the last three attempts brought no new checkpoint."""
-    last = history[-ATTEMPTS_WITHOUT_PROGRESS:]
-    return len(last) == ATTEMPTS_WITHOUT_PROGRESS and all(a.last_step <= a.first_step for a in last)
+    """True where three attempts in a row brought no step that had not been done before; those that got no time aside."""
+    count = 0
+    for attempt in reversed(history):
+        if attempt.last_step > attempt.first_step:
+            return False
+        count += attempt.kind not in NOT_ITS_FAULT
+        if count == ATTEMPTS_WITHOUT_PROGRESS:
+            return True
+    return False
 
 
 def read(paths: RunPaths, attempt: int) -> Verdict | None:
     """The verdict of an attempt, None where there is none."""
+    values = fields(paths, attempt)
+    if "kind" not in values:
+        return None
+    known = {k: v for k, v in values.items() if k in Verdict.__dataclass_fields__ and v is not None}
+    return Verdict(**known | {"nodes": tuple(known.get("nodes", ()))})
+
+
+def fields(paths: RunPaths, attempt: int) -> dict[str, Any]:
+    """All that verdict.json says; empty where there is none, or no readable one."""
     try:
         values = json.loads(paths.verdict(attempt).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
-        return None
-    if not isinstance(values, dict) or "kind" not in values:
-        return None
-    return Verdict(**{k: v for k, v in values.items() if k in Verdict.__dataclass_fields__ and v is not None})
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
-def rename(paths: RunPaths, attempt: int, kind: str) -> None:
-    """Give a verdict another kind, for what only the launcher can know."""
+def amend(paths: RunPaths, attempt: int, **known: object) -> None:
+    """Add to a verdict what only the launcher can know, or correct it."""
     file = paths.verdict(attempt)
-    values = json.loads(file.read_text(encoding="utf-8")) | {"kind": kind}
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(values, indent=1), encoding="utf-8")
+    temporary.write_text(json.dumps(fields(paths, attempt) | known, indent=1), encoding="utf-8")
     temporary.replace(file)
 
 

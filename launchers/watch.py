@@ -6,12 +6,14 @@ import time
 from pathlib import Path
 
 from miles_hpc import config as configuration
-from miles_hpc.launchers import evidence, verdict
+from miles_hpc.launchers import evidence, submission, verdict
 from miles_hpc.launchers.progress import progress_of
 from miles_hpc.launchers.state import Follower, RunState
 from miles_hpc.paths import RunPaths
 
 POLL_SECONDS = 0.5
+SAY_AGAIN_SECONDS = 600.0
+"""Between two lines that Slurm is still away."""
 
 
 def watch(folder: Path, name: str) -> int:
@@ -39,17 +41,18 @@ def watch(folder: Path, name: str) -> int:
 
 
 def _follow(folder: Path) -> RunState:
-    """Show progress until the end: a live line on a terminal, a line per step elsewhere."""
+    """Show progress until the end: a live line on a terminal, a line per step elsewhere. Submits again what has to go on."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
     steps = configuration.read(RunPaths(folder).config).run.steps
     console = Console()
-    follower, shown = Follower(folder), ""
+    follower, silence, shown = Follower(folder), Silence(folder), ""
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
             now = follower.look()
+            silence.look(now)
             progress = progress_of(folder, steps)
             line, doing = progress.line(), _doing(folder, now)
             if console.is_terminal:
@@ -61,8 +64,36 @@ def _follow(folder: Path) -> RunState:
                 print(line, flush=True)
                 shown = line
             if now.ended:
-                return now
+                if not submission.go_on(folder):
+                    return now
+                follower = Follower(folder)
+                print("the job could not go back to the queue by itself; submitted again", file=sys.stderr)
             time.sleep(POLL_SECONDS)
+
+
+class Silence:
+    """Says it when Slurm stops answering, every ten minutes as long as it does not, and when it answers again."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.since, self.due = folder, 0.0, 0.0
+
+    def look(self, now: RunState) -> None:
+        """Print to stderr what has changed."""
+        if now.slurm.state != "NO_ANSWER":
+            if self.since:
+                print("Slurm answers again", file=sys.stderr)
+            self.since = self.due = 0.0
+            return
+        self.since = self.since or time.time()
+        if time.time() >= self.due:
+            self.due = time.time() + SAY_AGAIN_SECONDS
+            print(f"Slurm has not answered for {time.time() - self.since:.0f} s{self._ranks(now)}; waiting", file=sys.stderr)
+
+    def _ranks(self, now: RunState) -> str:
+        """How the ranks are, which need no controller."""
+        beats = evidence.heartbeats(self.folder, now.attempt)
+        newest = max((beat.time for beat in beats), default=0.0)
+        return f"; the ranks last wrote {time.time() - newest:.0f} s ago" if newest else ""
 
 
 def _doing(folder: Path, now: RunState) -> str:

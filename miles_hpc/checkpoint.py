@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+from miles_hpc import disk, sections
 from miles_hpc.archive import Archive
 from miles_hpc.durable import fsync
 from miles_hpc.errors import CheckpointError, ModelError
@@ -44,19 +45,24 @@ class Checkpoints:
 
     Args:
         paths: of the run.
-        keep: newest ones kept.
+        rules: what is kept, of checkpoints and of samples.
         barrier: returns when all training ranks have called it.
         leads: True on the first training rank, which alone renames and removes.
         archive: the user's store, on the first training rank if there is one.
     """
 
     def __init__(
-        self, paths: RunPaths, keep: int, barrier: Callable[[], None], leads: bool, archive: Archive | None = None
+        self,
+        paths: RunPaths,
+        rules: sections.Checkpoint,
+        barrier: Callable[[], None],
+        leads: bool,
+        archive: Archive | None = None,
     ) -> None:
-        self.paths, self.keep, self.barrier, self.leads, self.archive = paths, keep, barrier, leads, archive
+        self.paths, self.rules, self.barrier, self.leads, self.archive = paths, rules, barrier, leads, archive
 
     def save(self, state: State, version: int) -> None:
-        """Save `state` as version `version`, then remove all but the newest `keep`; collective.
+        """Save `state` as version `version`, then remove what the rules no longer keep; collective.
 
         Raises:
             CheckpointError: the folder cannot be written. EdgeError: the archive refused it.
@@ -69,6 +75,8 @@ class Checkpoints:
                 # Not the run's own folder: where a mount has gone, a new one would be of the local disk.
                 self.paths.checkpoints.mkdir(exist_ok=True)
                 partial.mkdir()
+                if warning := disk.shortage(self.paths):
+                    log.warning(warning)
             self.barrier()
             state.save(partial, {"version": version})
             self.barrier()
@@ -111,10 +119,29 @@ class Checkpoints:
         return None
 
     def _prune(self) -> None:
-        """Remove old ones, and what attempts that ended while saving left behind."""
+        """Remove old ones, what attempts that ended while saving left behind, and samples that nobody needs any more."""
+        found = list(_newest_first(self.paths.checkpoints))
+        recent, old = found[: self.rules.keep], found[self.rules.keep :]
+        every = self.rules.keep_every
         unfinished = self.paths.checkpoints.glob(".step-*")
-        for folder in [*list(_newest_first(self.paths.checkpoints))[self.keep :], *unfinished]:
+        for folder in [*(p for p in old if not every or _version(p) % every), *unfinished]:
             shutil.rmtree(folder)
+        if self.rules.keep_samples:
+            # A resume from any of the recent checkpoints takes the samples from its step on from the disk.
+            _remove_samples(self.paths, min(_version(recent[-1]), _version(recent[0]) - self.rules.keep_samples))
+
+
+def _remove_samples(paths: RunPaths, before: int) -> None:
+    """Remove the samples of steps below `before`; first note it, for the audit."""
+    old = [p for p in paths.samples.glob("step-*") if p.name.removeprefix("step-").isdigit() and _version(p) < before]
+    if not old:
+        return
+    temporary = paths.removed_samples.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"before": before}), encoding="utf-8")
+    fsync(temporary)
+    temporary.replace(paths.removed_samples)
+    for folder in old:
+        shutil.rmtree(folder)
 
 
 def _refused(error: BaseException, partial: Path, folder: Path) -> BaseException:
@@ -132,7 +159,12 @@ def _refused(error: BaseException, partial: Path, folder: Path) -> BaseException
 def _newest_first(root: Path) -> Iterator[Path]:
     """Folders `step-SSSSSS`, by number."""
     found = [p for p in root.glob("step-*") if p.is_dir() and p.name.removeprefix("step-").isdigit()]
-    yield from sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
+    yield from sorted(found, key=_version, reverse=True)
+
+
+def _version(folder: Path) -> int:
+    """The number in `step-SSSSSS`."""
+    return int(folder.name.removeprefix("step-"))
 
 
 def _files(folder: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """Every path of a run, computed in one place, for any attempt.
 
 <folder>/config.toml  job.sbatch  job.log  job.json  provenance.json  ledger.jsonl  events.jsonl
-         attempts/NNN/{train,rollout}-RRRR.log  attempts/NNN/{start,verdict}.json  attempts/NNN/launcher.log
+         attempts/NNN/{train,rollout}-RRRR.log  attempts/NNN/{start,health,verdict}.json  attempts/NNN/launcher.log
          attempts/NNN/stacks/{train,rollout}-RRRR.txt
          samples/step-SSSSSS/{rollout-RRRR-III.h5,train-RRRR.h5}
          checkpoints/step-SSSSSS/  export/  model/  tensorboard/{train,rollout}/  heartbeat/
@@ -88,6 +88,14 @@ class RunPaths:
         """Node of every rank, one a line."""
         return self.attempt(attempt) / "hosts"
 
+    def nodes(self, attempt: int, role: str) -> Path:
+        """Nodes of a role, with commas, as srun reads them."""
+        return self.attempt(attempt) / f"{role}.nodes"
+
+    def health(self, attempt: int) -> Path:
+        """What every node said before the ranks started (JSON)."""
+        return self.attempt(attempt) / "health.json"
+
     def start(self, attempt: int) -> Path:
         """Where and from which checkpoint the attempt started (JSON)."""
         return self.attempt(attempt) / "start.json"
@@ -98,6 +106,11 @@ class RunPaths:
     @property
     def samples(self) -> Path:
         return self.folder / "samples"
+
+    @property
+    def removed_samples(self) -> Path:
+        """Up to which step samples were removed by `checkpoint.keep_samples` (JSON)."""
+        return self.samples / "removed.json"
 
     def step_samples(self, step: int) -> Path:
         return self.samples / f"step-{step:06d}"

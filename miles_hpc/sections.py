@@ -228,11 +228,17 @@ class Checkpoint(Section):
     """Newest checkpoints kept."""
     backend: Edge | Literal[""] = ""
     """Function `(run: Path) -> CheckpointStore`: a store of your own where checkpoints are kept beside the run folder."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """Checkpoints of every n-th step are kept for good; 0: of none."""
+    keep_samples: Annotated[int, Field(ge=0)] = 0
+    """Samples of the newest n steps are kept, and those that a resume may need; 0: of all steps."""
 
 
 class Component(Section):
     nodes: PositiveInt = 1
     """Nodes."""
+    spares: Annotated[int, Field(ge=0)] = 0
+    """Further nodes of a heterogeneous job that stand by: the next attempt uses one in place of a bad node."""
     ranks_per_node: PositiveInt = 1
     """MPI ranks per node: one per GPU in training, one per engine in rollout."""
     gpus_per_node: Annotated[int, Field(ge=0)] = 0

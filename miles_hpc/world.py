@@ -154,7 +154,6 @@ def connect(role: str, expected: int, poll: Callable[[], None]) -> World:
     from mpi4py import MPI  # here, not above: children that SGLang spawns import this module again and must not start MPI
 
     comm = MPI.COMM_WORLD
-    _keep_moving(comm)
     if comm.size != expected:
         raise WorldError(
             f"the MPI world has {comm.size} ranks, the launcher started {expected}",
@@ -163,6 +162,7 @@ def connect(role: str, expected: int, poll: Callable[[], None]) -> World:
         )
     world = World(comm, comm, role, comm.rank, (), (), (), poll)
     _probe(world)
+    _keep_moving(comm)  # after the probe: this is collective, and has no deadline
     members = comm.allgather((role, socket.gethostname()))
     world.train = tuple(i for i, (name, _) in enumerate(members) if name == "train")
     world.rollout = tuple(i for i, (name, _) in enumerate(members) if name == "rollout")
@@ -199,7 +199,7 @@ def _probe(world: World) -> None:
     """A barrier and a broadcast from the last rank, which is on another component than the first."""
     import numpy as np
 
-    world.barrier(what="the first barrier over all ranks")
+    world.barrier(PROBE_SECONDS, "the first barrier over all ranks")
     last = world.comm.size - 1
     buffer = np.full(PROBE_BYTES // 8, world.rank, np.int64)
     world.wait(world.comm.Ibcast(buffer, root=last), PROBE_SECONDS, "an 8 MiB broadcast over all ranks")

@@ -7,4 +7,6 @@ shift 3
 rank=${SLURM_PROCID:-${PMI_RANK:?neither srun nor mpiexec started this rank}}
 trap '' USR1 USR2  # until the program listens; their default would kill it
 exec >> "$run/attempts/$MILES_ATTEMPT/$role-$(printf %04d "$rank").log" 2>&1
+# what a rank starts is known by it to the health check of the next attempt
+export MILES_RANK_OF=$run
 exec "$@" --role "$role" --run "$run" --attempt "$MILES_ATTEMPT" --world-size "$world"

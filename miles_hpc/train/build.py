@@ -33,7 +33,7 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
     trainer.advance = heartbeat.advance
     sender = _sender(config, paths, world, attempt, trainer, heartbeat)
     archive = Archive.of(config, paths) if world.leads else None
-    checkpoints = Checkpoints(paths, config.checkpoint.keep, world.role_barrier, world.leads, archive)
+    checkpoints = Checkpoints(paths, config.checkpoint, world.role_barrier, world.leads, archive)
     stop = Stop(world, config.slurm.warning_seconds)
     world.poll = stop.poll
     return TrainRole(config, paths, world, attempt, trainer, checkpoints, Clock(heartbeat), sender, seconds, stop)

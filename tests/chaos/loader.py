@@ -101,7 +101,7 @@ def _trainer(paths: RunPaths) -> Iterator[tuple[Any, Any]]:
     config = configuration.read(paths.config)
     with tempfile.TemporaryDirectory() as scratch:
         trainer = Trainer(config, paths.model_of(config), 0, 1, f"file://{scratch}/store")
-        yield trainer, Checkpoints(paths, config.checkpoint.keep, lambda: None, True)
+        yield trainer, Checkpoints(paths, config.checkpoint, lambda: None, True)
 
 
 def _load(paths: RunPaths, found: Found) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import h5py
 import numpy as np
@@ -38,8 +39,30 @@ def failing(run, capsys):
 def test_a_sound_run(make_run, capsys):
     code, printed = failing(make_run(9), capsys)  # crosses into the second epoch
     assert code == 0, printed
-    assert printed.count("ok ") == 12 and "not checked" not in printed
+    assert printed.count("ok ") == 13 and "not checked" not in printed
     assert "9 steps, 36 prompts, 72 samples counted" in printed
+
+
+def test_samples_that_retention_removed_are_said_not_missed(make_run, capsys):
+    run = make_run(6)
+    run.paths.removed_samples.write_text('{"before": 4}')
+    for step in range(4):
+        shutil.rmtree(run.paths.step_samples(step))
+    code, printed = failing(run, capsys)
+    assert code == 0, printed
+    assert "not checked, samples of steps < 4 removed by retention" in printed
+    assert "6 steps, 24 prompts, 48 samples counted" in printed
+    shutil.rmtree(run.paths.step_samples(4))
+    code, printed = failing(run, capsys)
+    assert code == 1 and "step-000004" in printed and "step-000003" not in printed
+
+
+def test_the_ledger_of_removed_samples_is_still_checked(make_run, capsys):
+    run = make_run(4)
+    run.paths.removed_samples.write_text('{"before": 2}')
+    edit_lines(run.paths.ledger, lambda line: None if line["step"] == 1 and line["prompt_id"] == int(run.ids(1)[0]) else line)
+    code, printed = failing(run, capsys)
+    assert code == 1 and "step 1 has 3 prompts" in printed
 
 
 def test_a_resumed_run(fresh_run, capsys):

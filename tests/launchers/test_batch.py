@@ -118,8 +118,8 @@ def test_colocated_ranks_of_both_roles_are_on_the_nodes_of_training(paths, launc
     values = launch_config.model_dump(exclude_none=True) | {"run": run, "slurm": slurm}
     paths.config.write_text(configuration.dump(configuration.Config.model_validate(values)))
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
-    monkeypatch.setattr(controller, "hostnames", lambda text: ["n1", "n2"])
-    assert batch.rank_hosts(paths) == ["n1", "n1", "n2", "n2"] * 2
+    batch.begin(paths.folder)
+    assert paths.hosts(1).read_text().split() == ["n1", "n1", "n2", "n2"] * 2
 
 
 def test_no_fourth_attempt_without_progress(paths, capsys):
@@ -127,6 +127,39 @@ def test_no_fourth_attempt_without_progress(paths, capsys):
         assert batch.begin(paths.folder) == f"{number:03d}"
     assert batch.begin(paths.folder) is None
     assert "node_failure" in capsys.readouterr().err
+
+
+def test_the_shell_that_vanished_is_closed_with_what_slurm_and_the_ranks_said(paths):
+    """Killed at a time limit before it could ask: the next attempt reads why in job.log, and how far the ranks were."""
+    batch.begin(paths.folder)
+    with paths.job_log.open("a") as log:
+        log.write("slurmstepd-t0: error: *** JOB 3 ON t0 CANCELLED AT 2026-01-01T00:00:01 DUE TO TIME LIMIT ***\n")
+    beat = {"rank": 1, "role": "train", "node": "t1", "phase": "train", "step": 4, "peak_memory_mib": 77, "attempt": 1}
+    paths.heartbeat(1).parent.mkdir()
+    paths.heartbeat(1).write_text(json.dumps(beat))
+    paths.heartbeat(2).write_text(json.dumps(beat | {"rank": 2, "attempt": 0}))
+    assert batch.begin(paths.folder) == "002"
+    told = json.loads(paths.verdict(1).read_text())
+    assert (told["kind"], told["heartbeats"]) == ("time_limit", [beat])
+
+
+def test_a_verdict_cut_by_a_full_disk_is_put_aside_and_written_anew(paths):
+    batch.begin(paths.folder)
+    paths.verdict(1).write_text('{"kind": "rank_d')
+    assert end(paths, 1, code=137) == "restart"
+    assert verdict.newest(paths).kind == "rank_died"
+
+
+def test_steps_in_the_events_are_progress_and_a_repeated_one_is_not(paths):
+    """Checkpoints are rarer than steps: a run that dies on the way to its first one has still got somewhere, once."""
+    step = {"event": "step", "metrics": {}, "phase_seconds": {}, "time": 0}
+    for attempt, last in enumerate([3, 5, 5, 4], start=1):
+        batch.begin(paths.folder)
+        with paths.events.open("a") as events:
+            events.writelines(json.dumps(step | {"step": n, "attempt": attempt}) + "\n" for n in range(last))
+        action = end(paths, attempt, kind="rank_died")
+    assert [(a.first_step, a.last_step) for a in batch.situation_of(paths).history] == [(-1, 3), (3, 5), (5, 5), (5, 5)]
+    assert action == "stop"  # of the bound; without progress it would have been one attempt later
 
 
 def test_checkpoints_are_progress(paths):
@@ -229,7 +262,7 @@ def test_a_failure_policy_is_not_asked_about_what_is_done_or_cancelled(paths, po
     policy("breaks")
     batch.begin(paths.folder)
     assert end(paths, 1, code=0, kind="done") == "done"
-    monkeypatch.setattr(batch, "_end_of_job", lambda paths, attempt: "CANCELLED")
+    monkeypatch.setattr(batch.autopsy, "end_of_job", lambda paths, attempt: "CANCELLED")
     paths.attempt(1).joinpath("verdict.json").unlink()
     assert end(paths, 1, signal="TERM") == "stop"
     assert "no say" not in capsys.readouterr().err

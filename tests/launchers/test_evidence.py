@@ -100,7 +100,7 @@ def test_without_words_the_longest_silent_rank_is_suspected():
     [
         (Evidence(code=137, job_state="RUNNING", bad_nodes=("t1",)), "node_failure"),
         (Evidence(code=137, job_state="NODE_FAIL"), "node_failure"),
-        (Evidence(code=-1, restarted_by_slurm=True), "node_failure"),
+        (Evidence(code=-1, vanished=True), "node_failure"),
         (Evidence(code=143, job_state="TIMEOUT"), "time_limit"),
         (Evidence(code=143, job_state="PREEMPTED"), "preempted"),
         (Evidence(code=143, job_state="REQUEUED"), "preempted"),

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from miles_hpc.errors import UserError
-from miles_hpc.launchers import logs, state, status, submission, verdict
+from miles_hpc.launchers import logs, state, status, submission, verdict, why
 from miles_hpc.paths import RunPaths
 
 PROBE = str(Path(__file__).parents[1] / "slurm/probe.py")
-SIZE = ["slurm.train.nodes=1", "slurm.train.ranks_per_node=1", "slurm.rollout.nodes=1"]
+SIZE = ["slurm.train.nodes=1", "slurm.train.ranks_per_node=1", "slurm.rollout.nodes=1", "slurm.setup=[]"]
 pytestmark = pytest.mark.mpi
 
 
@@ -67,7 +67,7 @@ def test_a_failed_preparation_is_a_user_error_and_starts_no_rank(no_slurm, toml)
     wait(lambda: state.state_of(run).ended)
     assert (state.state_of(run).word, state.state_of(run).exit_code) == ("user_error", 2)
     assert not RunPaths(run).log(1, "train", 0).exists()
-    assert "--role job" in status.why(run)
+    assert "--role job" in why.why(run, None)
 
 
 def test_a_failed_submission_leaves_nothing(no_slurm, toml, monkeypatch):
@@ -99,3 +99,30 @@ def test_what_to_type_next_is_printed(no_slurm, toml, capsys):
     said = capsys.readouterr().out
     assert "runs/demo-000: process" in said and "miles-submit logs runs/demo-000 -f" in said
     wait(lambda: state.state_of(run).ended)
+
+
+@pytest.mark.parametrize(
+    ("setup", "line", "code"),
+    [
+        (["export A=1", "no-such-command --now", "echo not reached"], "no-such-command --now", 127),
+        (["load() { false || return 7; }", "load 'a b'"], "load 'a b'", 7),
+        (["if true; then", "  (exit 5)", "fi"], "(exit 5)", 5),
+        (["source /no/such/file"], "source /no/such/file", 1),
+    ],
+)
+def test_a_line_of_the_setup_that_fails_is_named_before_any_rank(no_slurm, toml, setup, line, code):
+    run = start(toml, "done", "prepare", f"slurm.setup={setup}")
+    wait(lambda: state.state_of(run).ended)
+    now = state.state_of(run)
+    assert (now.word, now.exit_code, now.attempt, now.verdict.phase) == ("user_error", 2, 1, "setup")
+    assert f"ended with code {code}: {line}" in now.verdict.error and "slurm.setup" in now.verdict.where
+    assert "not reached" not in RunPaths(run).job_log.read_text()
+    assert line in why.why(run, None)
+
+
+def test_what_a_sourced_file_of_the_setup_tries_in_vain_is_its_own_business(no_slurm, toml, tmp_path):
+    (tmp_path / "profile.sh").write_text("false\n[ -f /no/such/file ] && true\nexport SEEN=1\n")
+    setup = [f"source {tmp_path / 'profile.sh'}", "[ -f /no/such/file ] && false", "false || true"]
+    run = start(toml, "done", "prepare", f"slurm.setup={setup}")
+    wait(lambda: state.state_of(run).ended)
+    assert state.state_of(run).word == "done"

@@ -95,6 +95,21 @@ def test_options_of_a_component_are_passed_on(launch_config):
     assert {"#SBATCH --exclusive", "#SBATCH --constraint='a100|h100'", "#SBATCH --mem=64G"} <= set(lines)
 
 
+def test_spares_are_allocated_and_the_step_names_the_nodes_it_uses(launch_config):
+    rollout = launch_config.slurm.rollout.model_copy(update={"spares": 1})
+    changed = launch_config.model_copy(update={"slurm": launch_config.slurm.model_copy(update={"rollout": rollout})})
+    text = script.text(job(changed))
+    assert "#SBATCH --nodes=3\n" in text.split("hetjob")[1]
+    assert '--nodes=2 --ntasks=2 --cpus-per-task=4 --nodelist="$(cat "$RUN/attempts/$MILES_ATTEMPT/rollout.nodes")"' in text
+    with pytest.raises(UserError, match="spare nodes"):
+        job(changed, het=False)
+
+
+def test_nodes_to_be_avoided_are_excluded_in_both_components(launch_config):
+    lines = list(script.directives(replace(job(launch_config), exclude=("r1", "t0"))))
+    assert lines.count("#SBATCH --exclude=r1,t0") == 2
+
+
 def test_a_warning_never_comes_before_the_start(launch_config):
     short = launch_config.model_copy(update={"slurm": launch_config.slurm.model_copy(update={"time_minutes": 1})})
     assert job(short).warning_seconds == 30

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from miles_hpc.launchers import verdict
-from miles_hpc.launchers.verdict import Attempt, Situation, Verdict, decide, stalled
+from miles_hpc.launchers.verdict import Attempt, Situation, Verdict, avoided, decide, stalled
 from miles_hpc.paths import RunPaths
 
 
@@ -59,10 +59,41 @@ def test_without_slurm_there_is_no_queue_to_go_back_to():
     assert decide(Situation(history("rank_died"), max_restarts=5, slurm=False)) == "restart"
 
 
-@pytest.mark.parametrize("kind", ["preempted", "time_limit", "node_failure", "rank_died"])
-def test_three_attempts_without_a_checkpoint_stop(kind):
+@pytest.mark.parametrize("kind", ["time_limit", "node_failure", "rank_died", "hang", "bug"])
+def test_three_attempts_without_a_new_step_stop(kind):
     assert decide(Situation(history(kind, kind, moving=False), max_restarts=9)) != "stop"
     assert decide(Situation(history(kind, kind, kind, moving=False), max_restarts=9)) == "stop"
+
+
+@pytest.mark.parametrize("kind", ["preempted", "bad_node"])
+def test_attempts_that_got_no_time_do_not_count(kind):
+    assert decide(Situation(history(*[kind] * 20, moving=False), max_restarts=0)) == "requeue"
+
+
+def test_preemptions_between_faults_neither_count_nor_help():
+    kinds = ["rank_died", "preempted", "rank_died", "preempted", "preempted", "rank_died"]
+    assert not stalled(history(*kinds[:-1], moving=False))
+    assert decide(Situation(history(*kinds, moving=False), max_restarts=9)) == "stop"
+
+
+def test_a_node_on_which_ranks_die_twice_is_avoided_and_asks_for_another_allocation_where_this_one_has_none():
+    past = tuple(Attempt(n, kind, n, n + 1, (node,)) for n, kind, node in [(1, "rank_died", "r1"), (2, "hang", "r1")])
+    assert avoided(past[:1]) == () and avoided(past) == ("r1",)
+    assert decide(Situation(past, max_restarts=5)) == "restart"
+    assert decide(Situation(past, max_restarts=5, replaceable=False)) == "requeue"
+    assert decide(Situation(past, max_restarts=1, replaceable=False)) == "stop"
+    assert decide(Situation(past, max_restarts=5, replaceable=False, slurm=False)) == "restart"
+
+
+def test_faults_on_several_nodes_in_turn_accuse_none():
+    named = [("rank_died", "t0"), ("preempted", ""), ("hang", "r0"), ("rank_died", "t0"), ("bug", "r0")]
+    assert avoided(tuple(Attempt(n, kind, n, n + 1, (node,)) for n, (kind, node) in enumerate(named))) == ()
+    named.insert(4, ("rank_died", "t0"))
+    assert avoided(tuple(Attempt(n, kind, n, n + 1, (node,)) for n, (kind, node) in enumerate(named))) == ("t0",)
+
+
+def test_a_node_that_fails_its_check_is_avoided_at_once_one_that_slurm_lost_is_left_to_slurm():
+    assert avoided((Attempt(1, "bad_node", 0, 0, ("t1", "r0")), Attempt(2, "node_failure", 0, 0, ("t3",)))) == ("r0", "t1")
 
 
 def test_progress_in_one_of_the_last_three_is_progress():

@@ -11,6 +11,7 @@ from miles_hpc.checkpoint import Checkpoints
 from miles_hpc.config import Config
 from miles_hpc.errors import EdgeError
 from miles_hpc.paths import RunPaths
+from miles_hpc.sections import Checkpoint
 
 STORE = """
 import shutil
@@ -111,7 +112,7 @@ def archive(settings, tmp_path):
 
 
 def checkpoints(archive) -> Checkpoints:
-    return Checkpoints(archive.paths, 2, lambda: None, True, archive)
+    return Checkpoints(archive.paths, Checkpoint(keep=2), lambda: None, True, archive)
 
 
 def test_checkpoints_are_kept_in_the_store_and_fetched_when_the_run_folder_has_lost_them(archive, tmp_path):

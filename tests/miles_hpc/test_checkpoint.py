@@ -5,9 +5,11 @@ import logging
 
 import pytest
 
+from miles_hpc import disk
 from miles_hpc.checkpoint import MANIFEST, Checkpoints
 from miles_hpc.errors import CheckpointError, ModelError
 from miles_hpc.paths import RunPaths
+from miles_hpc.sections import Checkpoint
 
 
 class Counter:
@@ -42,7 +44,7 @@ def paths(tmp_path):
 
 @pytest.fixture
 def checkpoints(paths):
-    return Checkpoints(paths, 2, lambda: None, True)
+    return Checkpoints(paths, Checkpoint(keep=2), lambda: None, True)
 
 
 def test_nothing_to_resume(checkpoints):
@@ -129,7 +131,7 @@ def test_all_ranks_meet_around_the_write(paths):
     state = Counter()
     original = state.save
     state.save = lambda *a: (events.append("write"), original(*a))
-    Checkpoints(paths, 1, lambda: events.append("barrier"), True).save(state, 1)
+    Checkpoints(paths, Checkpoint(keep=1), lambda: events.append("barrier"), True).save(state, 1)
     assert events == ["barrier", "write", "barrier", "barrier"]
 
 
@@ -147,3 +149,44 @@ def test_a_save_that_fails_gives_its_space_back(checkpoints, paths, monkeypatch,
     with pytest.raises(RuntimeError if isinstance(raised, RuntimeError) else CheckpointError):
         checkpoints.save(state, 2)
     assert [p.name for p in paths.checkpoints.iterdir()] == ["step-000001"]
+
+
+def versions(paths):
+    return [int(p.name.removeprefix("step-")) for p in sorted(paths.checkpoints.iterdir())]
+
+
+def test_every_nth_is_kept_for_good(paths):
+    some = Checkpoints(paths, Checkpoint(keep=2, keep_every=20), lambda: None, True)
+    for version in range(5, 60, 5):
+        some.save(Counter(), version)
+    assert versions(paths) == [20, 40, 50, 55]
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_samples", "left"),
+    [
+        (1, 1, [19, 20, 21]),
+        (1, 4, [16, 17, 18, 19, 20, 21]),
+        # resume from step 10 generates nothing twice
+        (2, 1, list(range(10, 22))),
+        (2, 15, list(range(5, 22))),
+        (1, 0, list(range(22))),
+    ],
+)
+def test_samples_go_but_those_that_a_resume_may_need(paths, keep, keep_samples, left):
+    for step in range(22):  # two steps further than the newest checkpoint
+        paths.step_samples(step).mkdir(parents=True)
+        (paths.step_samples(step) / "rollout-0001-000.h5").touch()
+    some = Checkpoints(paths, Checkpoint(keep=keep, keep_samples=keep_samples), lambda: None, True)
+    for version in (10, 20):
+        some.save(Counter(), version)
+    assert sorted(int(p.name.removeprefix("step-")) for p in paths.samples.glob("step-*")) == left
+    assert not left[0] or json.loads(paths.removed_samples.read_text()) == {"before": left[0]}
+
+
+def test_a_disk_that_will_soon_be_full_is_said_before_the_save(checkpoints, paths, monkeypatch, caplog):
+    checkpoints.save(Counter(), 1)
+    assert not caplog.records
+    monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 9_000_000}))
+    checkpoints.save(Counter(), 2)
+    assert "9.0 MB are free" in caplog.text and "a checkpoint takes 5.0 MB" in caplog.text

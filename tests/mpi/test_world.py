@@ -27,3 +27,10 @@ def test_a_world_of_another_size_is_refused_with_the_cure(mpi):
 def test_a_world_with_one_role_is_refused(mpi):
     done = mpi("world", "one-role", train=1, rollout=1)
     assert "refused: 2 train and 0 rollout ranks: both roles are needed" in done.stdout
+
+
+@pytest.mark.parametrize(("mode", "what"), [("mute", "the first barrier over all ranks"), ("mute-large", "an 8 MiB broadcast")])
+def test_a_world_in_which_messages_get_lost_is_found_at_the_start(mpi, mode, what):
+    """Barriers and broadcasts that hang between components, while the size of the world is right (mpi4py#199)."""
+    done = mpi("world", mode, train=1, rollout=1)
+    assert f"refused: waited 2 s for {what}" in done.stdout and "where: train rank 0" in done.stdout

@@ -2,15 +2,19 @@
 
     probe.py MODE --role ROLE --run RUN --attempt N [--world-size W]
 
-Modes: `done`, `kill` (the last rank dies of SIGKILL in attempt 1), `hold` (waits for a file `go` in the run folder, or TERM),
-`preempted` (attempt 1 says so), `world` (writes what it sees of the world), `prepare`, `prepare-fails`.
+Modes: `done`, `kill` (the last rank dies of SIGKILL in attempt 1), `orphan` (the same, and leaves a process behind), `exit-3`
+(the last rank ends like that in attempt 1, a thread of it does not), `dies-on-NODE` (so does every rank there), `hold` (waits
+for a file `go` in the run folder, or TERM), `deaf` (as `hold`, but ignores TERM), `preempted` (attempt 1 says so), `steps` (a
+step a second until there are 150, goes on where the last attempt ended), `prepare`, `prepare-fails`.
 """
 
 import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -49,9 +53,15 @@ def main() -> int:
 
 def act(options: argparse.Namespace, world, paths, verdicts) -> int:
     first = options.attempt == 1
-    if options.mode == "kill" and first:
-        if world.rank == world.size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+    die(options, first and world.rank == world.size - 1)
+    if options.mode in ("kill", "orphan", "exit-3") and first:
+        time.sleep(600)
+    if options.mode == "steps":
+        return steps(paths, options.attempt, world, verdicts)
+    if options.mode == "deaf" and first:
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
+        (paths.folder / f"holding-{world.rank}").touch()
         time.sleep(600)
     if options.mode == "preempted" and first:
         (paths.checkpoint(1)).mkdir(parents=True, exist_ok=True)
@@ -62,6 +72,41 @@ def act(options: argparse.Namespace, world, paths, verdicts) -> int:
     world.Barrier()
     if world.rank == 0:
         verdicts.write(paths, options.attempt, kind="done", rank=0, role=options.role, step=3)
+    return 0
+
+
+def die(options: argparse.Namespace, last: bool) -> None:
+    """End this rank as the mode wants it, if it does."""
+    if options.mode == "orphan" and last:
+        subprocess.Popen(["sleep", "3600"], start_new_session=True)
+    if options.mode == f"dies-on-{os.environ.get('SLURMD_NODENAME')}" or (options.mode in ("kill", "orphan") and last):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if options.mode == "exit-3" and last:
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        os._exit(3)
+    if options.mode.startswith("dies-on-") and f"/{options.mode.removeprefix('dies-on-')}" in f"/{_nodes(options)}":
+        time.sleep(600)
+
+
+def _nodes(options: argparse.Namespace) -> str:
+    """Nodes of this attempt, with a slash before each."""
+    return "/".join((options.run / f"attempts/{options.attempt:03d}/hosts").read_text().split())
+
+
+def steps(paths, attempt: int, world, verdicts) -> int:
+    """Steps of a second each with an event at the end, until USR2 says that time is up."""
+    noted: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda received, _frame: noted.append(received))
+    done = len(paths.events.read_text().splitlines()) if paths.events.exists() else 0
+    while not world.allreduce(len(noted)) and done < 150:
+        time.sleep(1)
+        if world.rank == 0:
+            with paths.events.open("a") as events:
+                line = {"event": "step", "step": done, "attempt": attempt, "time": time.time(), "metrics": {}}
+                events.write(json.dumps(line | {"phase_seconds": {}}) + "\n")
+        done += 1
+    if world.rank == 0:
+        verdicts.write(paths, attempt, kind="done" if done == 150 else "preempted", rank=0)
     return 0
 
 

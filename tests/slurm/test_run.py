@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from miles_hpc import device
-from miles_hpc.launchers import audit, cli, report, state
+from miles_hpc.launchers import audit, cli, node, report, state
 from miles_hpc.paths import RunPaths
 from miles_hpc.samples import store
 
@@ -147,5 +147,16 @@ def test_old_checkpoints_are_gone_and_the_export_loads(run):
 
 
 def test_no_process_is_left(run):
+    """Neither by its command line nor by the mark that rank.sh gives to all that a rank starts: engines, their children."""
     left = [process / "cmdline" for process in Path("/proc").iterdir() if process.name.isdigit()]
     assert not [p for p in left if p.exists() and str(run.folder).encode() in p.read_bytes()]
+    assert not list(node.stale(run.folder))
+
+
+def test_why_names_the_killed_rank_and_what_all_ranks_last_did(run, capsys):
+    assert cli.main(["why", str(run.folder), "--attempt", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "train rank 0 on node t0" in said and "signal 9 SIGKILL" in said and "another attempt in the same" in said
+    beats = json.loads(run.verdict(1).read_text())["heartbeats"]
+    assert [(b["rank"], b["role"]) for b in beats] == [(0, "train"), (1, "rollout")]
+    assert all(b["peak_memory_mib"] > 100 for b in beats)

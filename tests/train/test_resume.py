@@ -11,6 +11,7 @@ from train_parts import config, samples, trainer
 
 from miles_hpc.checkpoint import Checkpoints
 from miles_hpc.paths import RunPaths
+from miles_hpc.sections import Checkpoint
 from miles_hpc.train import optimizer
 from miles_hpc.train.advantage import group_advantages
 
@@ -75,11 +76,11 @@ def test_interrupted_anywhere(stop, settings, models, uninterrupted, tmp_path):
     went = Went()
     with trainer(settings, models["moe"], tmp_path / "a") as made:
         went.steps(made, 0, stop)
-        Checkpoints(RunPaths(tmp_path), 1, lambda: None, True).save(made, stop)
+        Checkpoints(RunPaths(tmp_path), Checkpoint(keep=1), lambda: None, True).save(made, stop)
         made.step(samples(seed=99), np.ones(32, np.float32), stop)  # what came after the save is gone
     random.seed(99), np.random.seed(99), torch.manual_seed(99)
     with trainer(settings, models["moe"], tmp_path / "b") as made:
-        assert Checkpoints(RunPaths(tmp_path), 1, lambda: None, True).resume(made) == stop
+        assert Checkpoints(RunPaths(tmp_path), Checkpoint(keep=1), lambda: None, True).resume(made) == stop
         went.steps(made, stop, STEPS)
     assert went == uninterrupted
 

@@ -19,8 +19,14 @@ export MPIR_CVAR_CH4_NETMOD=ofi
 export SGLANG_USE_CPU_ENGINE=1
 export NCCL_SOCKET_IFNAME=hsn
 
-# Setup of the site (local) and of the run
+# Setup of the site (local) and of the run; the first line that fails ends the run and is named
+# (not what fails within a file that it sources: such files may look whether something is there)
+line=0
+trap 'code=$? line=$LINENO; if [ ${#BASH_SOURCE[@]} = 1 ]; then
+    "$PYTHON" -m miles_hpc.launchers.batch setup-failed "$RUN" "$code" "$(sed -n "${line}p" "$0")"; exit 1
+fi' ERR
 module load cuda/13
+trap - ERR
 
 # TERM: a time limit, a preemption, a requeue or scancel. The ranks get it too; wait for them, then ask what to do.
 # USR2 is their early warning: they save and end. Some sites send it to this shell as well, which must outlive it.
@@ -37,7 +43,8 @@ ranks() {
 
 export MILES_ATTEMPT
 while MILES_ATTEMPT=$("$PYTHON" -m miles_hpc.launchers.batch begin "$RUN"); do
-    "$PYTHON" -m miles_hpc.prepare --run "$RUN" --attempt "$MILES_ATTEMPT"
+    "$PYTHON" -m miles_hpc.launchers.health "$RUN" "$MILES_ATTEMPT"  &&
+        "$PYTHON" -m miles_hpc.prepare --run "$RUN" --attempt "$MILES_ATTEMPT"
     code=$?
     if [ $code = 0 ] && [ $signal = none ]; then
         ranks >> "$RUN/attempts/$MILES_ATTEMPT/launcher.log" 2>&1 &
@@ -53,11 +60,7 @@ while MILES_ATTEMPT=$("$PYTHON" -m miles_hpc.launchers.batch begin "$RUN"); do
     case $("$PYTHON" -m miles_hpc.launchers.batch end "$RUN" "$MILES_ATTEMPT" $code $signal) in
         done) exit 0 ;;
         restart) ;;
-        requeue)
-            # nothing after it: Slurm ends this shell, and waits for it before it starts the next
-            scontrol requeue "$SLURM_JOB_ID"
-            exit 1
-            ;;
+        # requeue: nothing after it, since Slurm ends this shell, and waits for it before it starts the next
         *) exit 1 ;;
     esac
 done

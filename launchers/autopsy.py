@@ -1,0 +1,101 @@
+"""The verdict of an attempt from outside: written where no rank could, corrected where Slurm knows more, completed always."""
+
+import json
+import os
+import shlex
+import time
+from typing import Any
+
+from miles_hpc import config as configuration
+from miles_hpc import verdicts
+from miles_hpc.launchers import controller, evidence, verdict
+from miles_hpc.launchers.evidence import Evidence
+from miles_hpc.launchers.verdict import Verdict
+from miles_hpc.paths import RunPaths
+
+# Slurm sends the warning of a time limit up to a minute early.
+WARNING_EARLY_SECONDS = 65
+
+
+def close(paths: RunPaths, attempt: int, seen: Evidence) -> None:
+    """Make sure that an attempt that has ended has a verdict, and that it holds what every rank last said."""
+    found = verdict.read(paths, attempt)
+    if found and evidence.collateral(found, seen):
+        _put_aside(paths, attempt, "collateral")
+        found = None
+    if found is None:
+        if paths.verdict(attempt).exists():
+            _put_aside(paths, attempt, "unreadable")
+        judged = evidence.judge(seen)
+        verdicts.write(paths, attempt, **{**judged.fields(), "next": _next_step(paths, judged)})
+    elif (kind := evidence.refine(found.kind, seen)) != found.kind:
+        verdict.amend(paths, attempt, kind=kind)
+    last_words = evidence.last_words(paths.folder, attempt)
+    verdict.amend(paths, attempt, heartbeats=last_words, bad_nodes=list(seen.bad_nodes))
+
+
+def close_last(paths: RunPaths, job_state: str = "") -> None:
+    """Close the newest attempt if its batch script vanished: its node died, or Slurm killed it before it could ask.
+
+    Args:
+        job_state: what Slurm says about the job now that it has ended.
+    """
+    numbers = paths.attempt_numbers()
+    if not numbers or verdict.read(paths, numbers[-1]) is not None:
+        return
+    start = started(paths, numbers[-1])
+    state = end_of_job(paths, start) or (job_state if job_state in controller.ENDED else "")
+    nodes = controller.bad_nodes(",".join(start.get("nodes", [])))
+    close(paths, numbers[-1], Evidence(code=-1, job_state=state, bad_nodes=nodes, vanished=True))
+
+
+def seen_now(paths: RunPaths, attempt: int, code: int, signal: str) -> Evidence:
+    """All that the batch script can know about an attempt that has just ended."""
+    job_id = os.environ.get("SLURM_JOB_ID", "")
+    job = controller.job(job_id) if job_id else controller.JobState("")
+    slurm = configuration.read(paths.config).slurm
+    log, hosts = paths.launcher_log(attempt), paths.hosts(attempt)
+    names = hosts.read_text(encoding="utf-8").split() if hosts.exists() else []
+    said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    ended = end_of_job(paths, started(paths, attempt)) or "CANCELLED"  # to stop too early can be mended
+    return Evidence(
+        code=code,
+        prepared=log.exists(),
+        job_state=ended if signal == "TERM" else job.state,
+        bad_nodes=controller.bad_nodes(",".join(job.nodes)),
+        losses=evidence.losses(said, names, slurm.train.ranks),
+        left=evidence.left(said),
+        heartbeats=evidence.heartbeats(paths.folder, attempt),
+        near_limit=time.time() > job.end - slurm.warning_seconds - WARNING_EARLY_SECONDS,
+    )
+
+
+def started(paths: RunPaths, attempt: int) -> dict[str, Any]:
+    """start.json of an attempt; empty where it cannot be read."""
+    try:
+        start = json.loads(paths.start(attempt).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return start if isinstance(start, dict) else {}
+
+
+def end_of_job(paths: RunPaths, start: dict[str, Any]) -> str:
+    """Why Slurm ended this attempt's job, in the words it left in job.log; empty where it left none."""
+    if not paths.job_log.exists():
+        return ""
+    with paths.job_log.open("rb") as file:
+        file.seek(start.get("job_log_bytes", 0))
+        return evidence.ended_by(file.read().decode("utf-8", errors="replace"))
+
+
+def _put_aside(paths: RunPaths, attempt: int, why: str) -> None:
+    file = paths.verdict(attempt)
+    file.rename(file.with_suffix(f".{why}.json"))
+
+
+def _next_step(paths: RunPaths, judged: Verdict) -> str:
+    """The command that shows more."""
+    logs = f"miles-submit logs {shlex.quote(str(paths.folder))}"
+    if judged.role:
+        return f"{logs} --role {judged.role} --rank {judged.rank}"
+    return f"{logs} --role job"
