@@ -35,8 +35,8 @@ class Fault:
     """Comes back when the fault is over, if it is one that passes; with its time, if it was not now."""
     verdict: dict[str, Any] = field(default_factory=dict)
     """Fields that the attempt's verdict must have; empty: the attempt goes on."""
-    noticed: Callable[[Subject, int], bool] | None = None
-    """True once the run says so, of a fault that leaves no verdict; None: nothing need be said."""
+    noticed: Callable[[Subject, int, float], bool] | None = None
+    """True once the run has said so since that time, of a fault that leaves no verdict; None: nothing need be said."""
     abrupt: bool = False
     """All other ranks must be gone at once."""
     copied: bool = False
@@ -119,12 +119,12 @@ def full_disk(subject: Subject, rank: int) -> None:
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
-        subject.until(lambda: says_full(subject, rank), "the rank to say that the disk is full", 60)
+        subject.until(lambda: says_full(subject, rank, 0.0), "the rank to say that the disk is full", 60)
     finally:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
 
 
-def says_full(subject: Subject, rank: int) -> bool:
+def says_full(subject: Subject, rank: int, since: float) -> bool:
     return subject.says(rank, "shard cannot be written")
 
 
@@ -133,7 +133,7 @@ def misbehave(what: str, subject: Subject, rank: int) -> float:
     return subject.until(lambda: subject.misbehaved().get(what), f"the reward to {what}")
 
 
-def dropped(what: str, subject: Subject, rank: int) -> bool:
+def dropped(what: str, subject: Subject, rank: int, since: float) -> bool:
     """True once the ledger says that the prompt's group was dropped."""
     return any(line["fate"] == "reward_error" and line["prompt_id"] == subject.planned[what] for line in subject.ledger())
 
