@@ -163,7 +163,7 @@ def _watch_survival(subject: Subject, fault: Fault, outcome: Outcome, attempt: i
     over = time.time()
     outcome.again = subject.until(lambda: [e for e in _steps(subject, attempt) if e["time"] > over], "a step")[0]["time"]
     if fault.noticed:
-        subject.until(lambda: fault.noticed(subject, fault.rank, outcome.injected), "the run to say what happened", 60)
+        subject.until(lambda: fault.noticed(subject, fault.rank, outcome.injected), "the run to say what happened", 300)
         outcome.detected = time.time()
     if subject.attempt != attempt:
         outcome.problems.append(f"the attempt ended: {subject.verdict(attempt)}")
