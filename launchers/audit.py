@@ -53,6 +53,8 @@ class Audit:
     def results(self) -> Iterator[tuple[str, Problems]]:
         """Every check's text and its mismatches; NotChecked comes out of a check's iterator."""
         of_step = [self.complete, self.ledger, self.as_sampled, self.versions, self.advantages, self.events]
+        if self.config.train.routing_replay:
+            of_step.append(self.routing)
         found: dict[str, list[str]] = {check.__doc__ or "": [] for check in of_step}
         damaged: list[str] = []
         for n in self.past.ledger:
@@ -123,6 +125,10 @@ class Audit:
             found = row.values["weight_versions"][row.values["loss_mask"] > 0]
             if len(found) and not n - self.config.rollout.staleness <= found.min() <= found.max() <= n:
                 yield f"{row.file}: sample {key} has weights {found.min()} to {found.max()} at step {n}"
+
+    def routing(self, n: int, step: Step) -> Problems:
+        """The experts of every token that an answer's token follows are on record."""
+        yield from recount.unrouted(step)
 
     def advantages(self, n: int, step: Step) -> Problems:
         """Advantages follow from the rewards by the formula of train.advantage."""

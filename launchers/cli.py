@@ -90,6 +90,8 @@ def _add_looking(commands) -> None:
     bundle.add_argument("--with-torch", action="store_true", help="torch and NVIDIA's libraries too (3 GB)")
     bundle.add_argument("--pins", type=Path, default=None, metavar="FILE", help="pins.txt of an earlier bundle: the same bytes")
     bundle.add_argument("--out", type=Path, default=Path("miles-hpc-bundle.tar"), help="default: miles-hpc-bundle.tar")
+    text = "find the first operation that trainer and engine compute differently (needs the run environment)"
+    _command(commands, "compare-numerics", _compare, text, run=True)
     _command(commands, "edges", _edges, "list the points where functions of your own attach")
 
 
@@ -212,6 +214,22 @@ def _audit(options: argparse.Namespace) -> int:
     from miles_hpc.launchers import audit
 
     return audit.audit(_existing(options.run))
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from importlib.util import find_spec
+
+    from miles_hpc import config
+    from miles_hpc.paths import RunPaths
+
+    paths = RunPaths(_existing(options.run))
+    if missing := [name for name in ("torch", "sglang", "megatron") if not find_spec(name)]:
+        raise SiteError(
+            f"{', '.join(missing)} not installed here", next_step="use the environment that runs jobs: make install"
+        )
+    from miles_hpc import comparison
+
+    return comparison.show(paths, config.read(paths.config))
 
 
 def _existing(run: Path) -> Path:

@@ -92,6 +92,18 @@ def distances(step: Step) -> dict[str, float]:
     return {"logp_abs_diff_max": float(np.abs(log_ratio).max(initial=0.0))} | means
 
 
+def unrouted(step: Step) -> list[str]:
+    """Samples with a token before the last that went to no experts on record, or twice to the same one."""
+    found = []
+    for key, row in step.rollout.items():
+        experts = np.sort(row.values["routing"][:-1], -1) if "routing" in row.values else None
+        if experts is None:
+            found.append(f"{row.file}: there is no record of experts")
+        elif experts.shape[-1] > 1 and (experts[..., 1:] == experts[..., :-1])[row.values["loss_mask"][1:] > 0].any():
+            found.append(f"{row.file}: sample {key} has a token without experts of its own")
+    return found
+
+
 def _rows(file: Path, per_token: set[str], value: str, problems: list[str]) -> Iterator[tuple[Key, Row]]:
     try:
         arrays = _arrays(file, per_token | {"prompt_ids", "sample_index", "offsets", value})
@@ -101,7 +113,7 @@ def _rows(file: Path, per_token: set[str], value: str, problems: list[str]) -> I
         return
     offsets = arrays["offsets"]
     for i, key in enumerate(zip(arrays["prompt_ids"].tolist(), arrays["sample_index"].tolist(), strict=True)):
-        tokens = {name: arrays[name][offsets[i] : offsets[i + 1]] for name in per_token}
+        tokens = {name: arrays[name][offsets[i] : offsets[i + 1]] for name in arrays.keys() & {*per_token, "routing"}}
         yield key, Row(file, {**tokens, value: arrays[value][i]}, refusals[i])
 
 
@@ -113,13 +125,14 @@ def _refusals(file: Path, samples: int) -> list[str]:
 def _arrays(file: Path, names: set[str]) -> dict[str, np.ndarray]:
     try:
         with h5py.File(file, "r", locking=False) as shard:
-            arrays = {name: shard[name][()] for name in sorted(names)}
+            optional = {"routing"} & shard.keys()
+            arrays = {name: shard[name][()] for name in sorted(names | optional)}
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise Damaged(f"{file}: cannot be read: {error}") from None
     offsets, samples = arrays["offsets"], len(arrays["prompt_ids"])
     if len(offsets) != samples + 1 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
         raise Damaged(f"{file}: offsets do not fit {samples} samples")
-    for name in sorted(names - {"offsets"}):
+    for name in sorted(arrays.keys() - {"offsets"}):
         expected = samples if name in PER_SAMPLE else offsets[-1]
         if len(arrays[name]) != expected:
             raise Damaged(f"{file}: {name} has {len(arrays[name])} entries, expected {expected}")

@@ -105,6 +105,8 @@ def _problems(c: Config) -> Iterable[str]:
     yield from _placement_problems(c)
     if c.train.advantage == "none" and not c.train.teacher:
         yield 'train.advantage = "none" leaves nothing to learn from but train.teacher, which is empty'
+    if c.train.routing_replay and c.rollout.function:
+        yield "train.routing_replay needs the engine's record of every answer, which a rollout.function does not hand on"
     ranks, tp, ep = c.slurm.train.ranks, c.train.tensor_parallel, c.train.expert_parallel
     if ranks % tp:
         yield f"slurm.train has {ranks} ranks, not divisible by train.tensor_parallel = {tp}; {_divisors(ranks)} would fit"
@@ -135,7 +137,7 @@ def _problems(c: Config) -> Iterable[str]:
         )
     if c.run.numerics == "exact":
         for key, value, wanted in _not_exact(c):
-            yield f'run.numerics = "exact" needs {key} = {wanted}, not {value}'
+            yield f'run.numerics = "exact" needs {key} = {wanted}, not {value}; or set run.numerics = "native"'
 
 
 def _placement_problems(c: Config) -> Iterable[str]:

@@ -56,6 +56,8 @@ def prepare(run: Config, paths: RunPaths) -> None:
     folder = paths.model_of(run)
     make_model(run, folder)
     facts = check_model(folder, run.model.context_length)
+    if run.train.routing_replay and not facts.get("num_experts"):
+        raise ModelError("train.routing_replay = true, but the model has no experts", where=str(folder / "config.json"))
     tokenizer = data.tokenizer_of(folder)
     if len(tokenizer) > facts["vocab_size"]:
         raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the model {facts['vocab_size']}", where=str(folder))

@@ -195,6 +195,8 @@ class Train(Section):
     """Function `(samples: Samples, advantages, group_size: int) -> dict[str, float]`, added to the step's figures."""
     metric_reducer: Edge | Literal[""] = ""
     """Function `(step: int, figures: dict[str, float]) -> dict[str, float]`: what TensorBoard shows of a step's figures."""
+    routing_replay: bool = False
+    """MoE: the engine records every token's experts and the trainer uses the same; in exact numerics they are only compared."""
     tensor_parallel: PositiveInt = 1
     """Ranks that share each layer."""
     expert_parallel: PositiveInt = 1

@@ -26,6 +26,9 @@ class EngineArguments:
     colocated: bool = False
     number: int = 0
     """Among the engines of the run; decides on its GPUs."""
+    record_routing: bool = False
+    trace: str = ""
+    """Folder that takes every forward's results, for `compare-numerics`."""
 
     @classmethod
     def of(cls, config: Config, model_folder: Path, number: int = 0) -> "EngineArguments":
@@ -43,6 +46,7 @@ class EngineArguments:
             numerics=config.run.numerics,
             colocated=config.colocated,
             number=number,
+            record_routing=config.train.routing_replay,
         )
 
 
@@ -75,6 +79,8 @@ def server_arguments(a: EngineArguments, gpus: int) -> dict[str, Any]:
         "max_total_tokens": a.kv_cache_tokens,
         "max_running_requests": a.max_running_requests,
         "random_seed": a.seed,
+        "enable_return_routed_experts": a.record_routing,
+        "disable_cuda_graph": bool(a.trace),  # a graph runs no hooks
         "log_level": "warning",
     }
     return common | (_gpu(a, gpus) if gpus else _cpu())

@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
+import numpy as np
+
 from miles_hpc import edges
 from miles_hpc.errors import DeadlineExceeded, EdgeError
 from miles_hpc.rollout.engine import Flight
@@ -31,6 +33,8 @@ class Voice:
         self._ask, self._request, self._longest = ask, request, longest
         self.tokenizer = tokenizer
         self.max_new_tokens = request.max_new_tokens
+        self._turns: list[tuple[list[int], np.ndarray]] = []
+        """Tokens of a request and its answer, and their routing, where it is recorded."""
 
     async def generate(self, tokens: Sequence[int], max_new_tokens: int | None = None) -> Output:
         """Continue `tokens`. The noise is that of the sample at these positions: the same tokens are continued in the same way.
@@ -41,7 +45,20 @@ class Voice:
         room = min(max_new_tokens or self.max_new_tokens, self._longest - len(tokens))
         if room < 1:
             raise ValueError(f"{len(tokens)} tokens leave no room for an answer in {self._longest}")
-        return await self._ask(replace(self._request, tokens=list(tokens), max_new_tokens=room))
+        output = await self._ask(replace(self._request, tokens=list(tokens), max_new_tokens=room))
+        if output.routing is not None:
+            self._turns.append(([*tokens, *output.tokens], output.routing))
+        return output
+
+    def routing(self, tokens: Sequence[int]) -> np.ndarray | None:
+        """`Samples.routing` of a conversation: of its longest beginning that is a whole turn, zeros behind."""
+        if not self._turns:
+            return None
+        whole = np.zeros((len(tokens), *self._turns[0][1].shape[1:]), self._turns[0][1].dtype)
+        for turn, rows in sorted(self._turns, key=lambda pair: len(pair[0])):
+            if list(tokens[: len(turn)]) == turn:
+                whole[: len(turn)] = rows
+        return whole
 
 
 class Conversations:
@@ -175,7 +192,7 @@ async def converse(function: Generate, sample: Sample, voice: Voice, longest: in
         found = await function(sample, voice)
     except Exception as error:
         raise EdgeError(f"{key} raised {edges.describe(error)}", where=edges.location(error)) from error
-    return checked(key, function, found, prompt, longest)
+    return replace(checked(key, function, found, prompt, longest), routing=voice.routing(found.tokens))
 
 
 def checked(key: str, function: Any, found: Any, prompt: list[int], longest: int) -> Output:

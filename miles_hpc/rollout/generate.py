@@ -341,11 +341,17 @@ def _samples(group: Group, version: int) -> Samples:
         labels=[label] * len(answers),
         refusals=[group.refusal] * len(answers),
         reward_parts={name: np.array([score.parts.get(name, np.nan) for score in scores], np.float32) for name in names},
+        routing=_routing([answer.output for answer in answers]),
     )
 
 
 def _versions(output: Output, version: int) -> list[int]:
     return [version if own else -1 for own in output.mask]
+
+
+def _routing(outputs: list[Output]) -> np.ndarray | None:
+    found = [output.routing for output in outputs if output.routing is not None]
+    return np.concatenate(found) if len(found) == len(outputs) else None
 
 
 def _flat(parts: list[tuple[list[Any], list[Any]]], kind: type) -> np.ndarray:

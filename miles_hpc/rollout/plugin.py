@@ -3,12 +3,15 @@
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 ENGINE = "MILES_HPC_ENGINE"
 """Environment variable set by our engine host; other programs that use SGLang in this environment are left alone."""
 NUMERICS = "MILES_HPC_NUMERICS"
 """Environment variable with the run's `run.numerics`."""
+TRACE = "MILES_HPC_TRACE"
+"""Environment variable with the folder that takes every forward's results, see `trace.py`."""
 EXACT_MODELS = "miles_hpc.rollout.models"
 """Package of the model classes of exact numerics."""
 
@@ -43,6 +46,10 @@ def _register() -> None:
     register_sampler_backend("pytorch", ExactSampler if exact else KeyedSampler)
     if exact:
         _exact(torch)
+    if folder := os.environ.get(TRACE):
+        from miles_hpc.rollout import trace
+
+        trace.install(Path(folder))
     SamplingBatchInfo.adjusted_from_schedule_batch = carry_seeds
     # SGLang hashes differently on CPU and CUDA; with ours the trainer can compute the same value on either.
     weight_checker._hash_tensor = digest

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -21,6 +23,11 @@ class Request:
     max_new_tokens: int
     greedy: bool = False
 
+    @property
+    def name(self) -> str:
+        """In a trace."""
+        return f"{self.prompt_id}-{self.sample_index}"
+
 
 @dataclass(frozen=True)
 class Output:
@@ -36,6 +43,8 @@ class Output:
     """1 on tokens of the model, 0 on those of a tool (`rollout.generate`); None: all are the model's."""
     reward: Any = None
     """What a generate or rollout function says it is worth; None: it is for `rollout.reward` to say."""
+    routing: np.ndarray | None = None
+    """[prompt and answer tokens, MoE layers, top_k] uint8 or uint16, see `Samples.routing`; None: not recorded."""
 
     @property
     def mask(self) -> list[int]:

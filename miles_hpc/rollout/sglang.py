@@ -23,6 +23,7 @@ from miles_hpc import device
 from miles_hpc.rollout import plugin, shim
 from miles_hpc.rollout.arguments import EngineArguments, server_arguments
 from miles_hpc.rollout.request import Output, Request, sampling_seed
+from miles_hpc.rollout.routing import Recorder
 
 MODELS = ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """SGLang's modules of the supported architectures, and those they build on."""
@@ -73,6 +74,7 @@ def _start(arguments: EngineArguments) -> Any:
     if exact := arguments.numerics == "exact":
         device.without_workspace()
     os.environ[plugin.NUMERICS] = arguments.numerics
+    os.environ[plugin.TRACE] = arguments.trace
     os.environ["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] = str(int(arguments.colocated))  # else a sleeping engine keeps its graphs
     os.environ["SGLANG_EXTERNAL_MODEL_PACKAGE"] = plugin.EXACT_MODELS if exact else ""
     # In exact numerics none of SGLang's own classes is left to fall back to.
@@ -105,6 +107,7 @@ class Host:
         self.manager = engine.tokenizer_manager
         self.manager.signal_handler_class = _steady(self.manager.signal_handler_class)
         self.arguments, self.connection = arguments, connection
+        self.recorder = Recorder(engine.tokenizer_manager.model_config.hf_config) if arguments.record_routing else None
         self.tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
@@ -139,14 +142,23 @@ class Host:
     async def _generate(self, key: int, request: Request) -> tuple[Any, ...]:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
-        generate = GenerateReqInput(input_ids=request.tokens, sampling_params=self._parameters(request), return_logprob=True)
+        recorder = None if request.greedy else self.recorder
+        generate = GenerateReqInput(
+            input_ids=request.tokens,
+            sampling_params=self._parameters(request),
+            return_logprob=True,
+            return_routed_experts=recorder is not None,
+            rid=request.name if self.arguments.trace else None,
+        )
         answer = await anext(self.manager.generate_request(generate, None))
         meta = answer["meta_info"]
         reason = meta["finish_reason"]
         if reason["type"] not in ("stop", "length"):
             return ("error", key, f"generation ended by {reason}")
         log_probs = [entry[0] for entry in meta["output_token_logprobs"]]
-        return ("output", key, Output(list(answer["output_ids"]), log_probs, reason["type"] == "stop"))
+        tokens = list(answer["output_ids"])
+        routing = recorder(meta["routed_experts"], len(request.tokens) + len(tokens)) if recorder else None
+        return ("output", key, Output(tokens, log_probs, reason["type"] == "stop", routing=routing))
 
     def _parameters(self, request: Request) -> dict[str, Any]:
         return {

@@ -50,6 +50,11 @@ class Samples:
     """[n] why a filter refused the sample's group; empty: it is trained on."""
     reward_parts: dict[str, np.ndarray] = field(default_factory=dict)
     """Components of the reward by name, each [n] float32."""
+    routing: np.ndarray | None = None
+    """[total, MoE layers, top_k] uint8, or uint16 with more than 256 experts: the experts that the engine chose, ascending.
+
+    A row of zeros: the engine did not compute the token (a sample's last, and what a tool said after it). None: not recorded.
+    """
 
     def __post_init__(self) -> None:
         if not self.refusals:
@@ -93,6 +98,7 @@ class Samples:
             offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
             **columns,
             reward_parts={name: values[index] for name, values in self.reward_parts.items()},
+            routing=None if self.routing is None else self.routing[tokens],
         )
 
     def sorted(self) -> Self:
@@ -114,11 +120,18 @@ class Samples:
                 name: _join([p.reward_parts.get(name, np.full(len(p), np.nan, np.float32)) for p in parts], np.float32)
                 for name in names
             },
+            routing=_routing(parts),
         )
+
+
+def _routing(parts: Sequence[Samples]) -> np.ndarray | None:
+    """Of all parts, if every one has it."""
+    found = [part.routing for part in parts if part.routing is not None]
+    return np.concatenate(found) if found and len(found) == len(parts) else None
 
 
 def _join(arrays: list[np.ndarray], kind: type) -> np.ndarray:
     return np.concatenate([np.zeros(0, kind), *arrays]).astype(kind, copy=False)
 
 
-ARRAYS = tuple(f.name for f in fields(Samples) if f.name not in (*TEXT, "reward_parts"))
+ARRAYS = tuple(f.name for f in fields(Samples) if f.name not in (*TEXT, "reward_parts", "routing"))

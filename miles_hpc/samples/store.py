@@ -47,6 +47,8 @@ def write(paths: RunPaths, step: int, rank: int, attempt: int, samples: Samples)
     folder = paths.step_samples(step)
     arrays = {name: getattr(samples, name) for name in ARRAYS}
     arrays |= {f"reward_{_escaped(name)}": values for name, values in samples.reward_parts.items()}
+    if samples.routing is not None:
+        arrays["routing"] = samples.routing
     texts = {name: getattr(samples, name) for name in TEXT}
     index = 0
     try:
@@ -204,6 +206,7 @@ def _load(shard: Path) -> Samples:
         arrays: dict[str, Any] = {name: file[name][()] for name in ARRAYS}
         texts: dict[str, Any] = {name: [text.decode() for text in file[name][()]] for name in TEXT}
         parts = {name: file[name][()] for name in file if name.startswith("reward_")}
+        arrays |= {"routing": file["routing"][()]} if "routing" in file else {}
         if file.attrs["crc32"] != _checksum(arrays | parts, texts):
             raise ValueError("its content does not have the checksum it was written with")
     samples = Samples(
@@ -241,6 +244,8 @@ def _check(samples: Samples) -> None:
     for name, length in expected.items():
         if len(getattr(samples, name)) != length:
             raise ValueError(f"{name} has {len(getattr(samples, name))} entries, expected {length}")
+    if samples.routing is not None and len(samples.routing) != total:
+        raise ValueError(f"routing has {len(samples.routing)} entries, expected {total}")
 
 
 def _passing(error: OSError) -> bool:

@@ -58,6 +58,8 @@ class Router(TopKRouter):
         """[t, hidden] -> probabilities [t, k], map [t, experts] bool (what was chosen), expert ids [t, k]."""
         logits = linear_float(hidden, self.weight)
         probs, ids = moe.route(logits, self.config.moe_router_topk, not self.config.moe_router_pre_softmax)
+        if self.router_replay:
+            self.router_replay.compare(ids)
         return probs, torch.zeros_like(logits, dtype=torch.bool).scatter(1, ids, True), ids
 
 
@@ -147,5 +149,6 @@ def prove(samples: Samples, own: np.ndarray, log_probs: np.ndarray) -> None:
     raise NumericsError(
         f"exact numerics: {len(different)} of {len(answers)} sampled tokens have other log-probs; the first: {values}",
         where=where,
-        next_step='set run.numerics = "native" to go on with the difference',
+        next_step="miles-submit compare-numerics RUN names the first layer and operation that differ; "
+        'run.numerics = "native" goes on with the difference',
     )

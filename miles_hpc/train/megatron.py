@@ -79,13 +79,17 @@ class Policy:
         groups: of ranks.
         length: longest sequence, in tokens.
         exact: computed by `kernels`, as the engine does.
+        replay: tokens go to the experts that the engine chose, where a pack says which.
 
     Raises:
         NumericsError: exact numerics are not to be had on this machine.
     """
 
-    def __init__(self, config: Any, dtype: torch.dtype, groups: Groups, length: int, exact: bool = False) -> None:
+    def __init__(
+        self, config: Any, dtype: torch.dtype, groups: Groups, length: int, exact: bool = False, replay: bool = False
+    ) -> None:
         from miles_hpc.kernels.rope import Rotary
+        from miles_hpc.train.replay import Replays
 
         self.config, self.groups, self.exact = config, groups, exact
         self.core_config = architecture.transformer_config(config, dtype, groups.tensor.size(), groups.expert.size(), exact)
@@ -93,6 +97,7 @@ class Policy:
         self.rotary = Rotary(config, length, device.device())
         self.wrapped = self.module
         self.load = ExpertLoad(self.module)
+        self.replays = Replays(self.module, groups.tensor) if replay else None
 
     def wrap(self) -> Any:
         """Put megatron's data-parallel wrapper around the model; gradients are summed over ranks in float32."""
@@ -112,6 +117,8 @@ class Policy:
         Returns:
             [answer tokens] float32 with gradient where enabled, [answer tokens] float32 in nats.
         """
+        if self.replays:
+            self.replays.load(pack)
         head, first = self._own_vocabulary()
         hidden, heat = self._hidden(pack)[pack.before], head.new_tensor([temperature], dtype=torch.float32)
         return logprob.log_probs_and_entropy(hidden, head, pack.targets, heat, first, self.groups.tensor)

@@ -17,6 +17,8 @@ class Sequences(Protocol):
     def offsets(self) -> np.ndarray: ...
     @property
     def loss_mask(self) -> np.ndarray: ...
+    @property
+    def routing(self) -> np.ndarray | None: ...
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Demonstrations:
     """[n + 1] int64."""
     loss_mask: np.ndarray
     """[total] uint8, 1 on answer tokens."""
+    routing: None = None
 
     @classmethod
     def of(cls, tokens: list[list[int]], masks: list[list[int]]) -> "Demonstrations":
@@ -60,6 +63,8 @@ class Pack:
     """[a] int64, where the answer tokens lie in the flat arrays of the sequences."""
     sample: np.ndarray
     """[a] int64, which sample each answer token belongs to."""
+    routing: Tensor | None = None
+    """[t, MoE layers, top_k] int16, see `Samples.routing`."""
 
 
 def pack(sequences: Sequences, indices: np.ndarray, multiple: int, where: torch.device) -> Pack:
@@ -84,7 +89,15 @@ def pack(sequences: Sequences, indices: np.ndarray, multiple: int, where: torch.
     arrays = (tokens[None], positions, bounds.astype(np.int32), rows, cells, answers - 1, tokens[answers])
     t = [torch.from_numpy(np.ascontiguousarray(a)).to(where) for a in arrays]
     sample = np.repeat(indices, lengths)[answers]
-    return Pack(t[0], t[1], t[2], int(padded.max()), t[3], t[4], t[5], t[6], index[answers], sample)
+    routing = _routing(sequences, index, fill, where)
+    return Pack(t[0], t[1], t[2], int(padded.max()), t[3], t[4], t[5], t[6], index[answers], sample, routing)
+
+
+def _routing(sequences: Sequences, index: np.ndarray, fill: int, where: torch.device) -> Tensor | None:
+    if sequences.routing is None:
+        return None
+    rows = sequences.routing[index].astype(np.int16)
+    return torch.from_numpy(np.concatenate([rows, np.zeros((fill, *rows.shape[1:]), np.int16)])).to(where)
 
 
 def spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -94,7 +94,7 @@ class Trainer:
 
     def _build(self) -> None:
         self.groups = Groups()
-        self.policy = self._policy()
+        self.policy = self._policy(self.config.routing_replay)
         weights.read(self.policy.module, self.model_config, self.folder, self.groups)
         self.ddp = self.policy.wrap()
         self.optimizer = optimizer.build(self.ddp, self.dtype)
@@ -104,8 +104,8 @@ class Trainer:
         self.teacher = self._teacher(Path(self.config.teacher)) if self.config.teacher else None
         self.warm = False
 
-    def _policy(self) -> Policy:
-        return Policy(self.model_config, self.dtype, self.groups, self.length, self.exact)
+    def _policy(self, replay: bool = False) -> Policy:
+        return Policy(self.model_config, self.dtype, self.groups, self.length, self.exact, replay)
 
     def _teacher(self, folder: Path) -> Policy:
         """A frozen model of any supported architecture, split over the ranks as the policy is."""
@@ -137,13 +137,18 @@ class Trainer:
         Raises:
             Diverged: a loss or gradient norm that is not finite.
             NumericsError: the first step, in exact numerics, where trainer and sampler differ.
+            SampleError: `train.routing_replay` without a record of the experts.
         """
         self._start_of_rl()
         plan, facts, meter = self._plan(samples, advantages, step), Facts.of(samples, advantages), Meter(self.groups)
         share = plan.shares[self.groups.data.rank()]
         self.policy.load.clear()
+        if replays := self.policy.replays:
+            replays.begin(samples)
         self._prove(samples, plan)
         self._score(self.policy, samples, plan.forward_only, facts.log_probs, meter)
+        if replays:
+            replays.count(on=len(plan.mini_batches) == 1)  # later forwards are of other weights than the engine's
         judged = self._ask_others(facts, plan, share, advantages, meter)
         hyperparameters = self._hyperparameters(step)
         optimizer.set_hyperparameters(self.optimizer, hyperparameters)
@@ -154,6 +159,7 @@ class Trainer:
         self.changed = False
         meter.compare(samples, share, facts.log_probs)
         metrics = meter.reduced() | {"train/lr": hyperparameters.lr} | self._expert_load() | judged
+        metrics |= {"train/routing_mismatch": replays.mismatch()} if replays else {}
         own = share if self.groups.writes_samples else share[:0]
         return Result(metrics, own, facts.log_probs[_flat(samples, own)])
 

@@ -47,7 +47,7 @@ def main(names: list[str]) -> int:
     there = machine()
     print(json.dumps(there))
     for file in sorted(HERE.glob("bench_*.py")):
-        name = file.stem.removeprefix("bench_")
+        name = file.stem.removeprefix("bench_").replace("_", "-")
         if names and name not in names:
             continue
         module = runpy.run_path(str(file))

@@ -8,6 +8,8 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 from runs import STEPS, digest, logs, metrics, run
 
+from miles_hpc.launchers import audit
+
 pytestmark = pytest.mark.engine
 TOKENS = 4096
 
@@ -19,7 +21,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def moe(folder):
-    return run(folder / "moe")
+    return run(folder / "moe", "train.routing_replay=true")
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +36,17 @@ def test_trainer_and_sampler_agree_bit_for_bit(name, request):
     assert len(steps) == STEPS, logs(paths)
     assert all(step["train/logp_abs_diff_max"] == 0.0 for step in steps)
     assert all(step["train/kl"] == 0.0 for step in steps)
+    for figure in ("rollout_kl_k1", "rollout_kl_k3", "ratio_outside", "routing_mismatch"):
+        assert all(step.get(f"train/{figure}", 0.0) == 0.0 for step in steps), figure
+    assert ("train/routing_mismatch" in steps[0]) == (name == "moe")
     assert all(step["train/grad_norm"] > 0 for step in steps)
     assert sum(step["response/length_mean"] * 64 for step in steps) >= TOKENS
 
 
 def test_two_engines_give_the_same_weights(moe, folder):
-    """Also a second run: nothing depends on timing, on batches, or on which engine answers."""
-    again = run(folder / "two", "slurm.rollout.ranks_per_node=2")
+    """Also a second run: nothing depends on timing, on batches, or on which engine answers. Nor do an importance correction
+    and the record of the experts change anything."""
+    again = run(folder / "two", "slurm.rollout.ranks_per_node=2", "train.correction=icepop")
     assert [step["train/logp_abs_diff_max"] for step in metrics(again)] == [0.0] * STEPS, logs(again)
     assert digest(again) == digest(moe)
 
@@ -53,5 +59,7 @@ def test_trainer_and_engine_in_turns_give_the_same_weights(moe, folder):
 
 
 def test_native_numerics_differ_and_so_the_comparison_can_fail(folder):
-    native = run(folder / "native", "run.numerics=native", "run.steps=1")
+    native = run(folder / "native", "run.numerics=native", "run.steps=1", "train.routing_replay=true")
     assert all(0 < step["train/logp_abs_diff_max"] < 1e-3 for step in metrics(native)) and metrics(native), logs(native)
+    assert metrics(native)[0]["train/routing_mismatch"] < 1e-3 and metrics(native)[0]["train/rollout_kl_k3"] > 0
+    assert audit.audit(native.folder) == 0

@@ -151,6 +151,27 @@ def test_a_prompt_trained_twice_and_one_lost(make_run, capsys):
     assert code == 1 and f"prompt {first} is in steps 0 and 1" in printed and f"prompt {second} is missing" in printed
 
 
+def test_recorded_experts(make_run, fresh_run, capsys):
+    """Each token that an answer's token follows has as many experts as its layers choose; a last token has none."""
+    settings = fresh_run.paths.config.read_text()
+    fresh_run.paths.config.write_text(settings.replace("routing_replay = false", "routing_replay = true"))
+    plain = fresh_run.groups
+
+    def groups(step, ids):
+        s = plain(step, ids)
+        routing = np.tile(np.array([[1, 3], [0, 2]], np.uint8), (len(s.tokens), 1, 1))
+        routing[s.offsets[1:] - 1] = 0
+        return dataclasses.replace(s, routing=routing)
+
+    fresh_run.groups = groups
+    run = make_run(3)
+    code, printed = failing(run, capsys)
+    assert code == 0, printed
+    change(shard(run), "routing", 3, 0)  # of the first answer's token, or of the last before it
+    found = failing(run, capsys)
+    assert found[0] == 1 and "has a token without experts of its own" in found[1]
+
+
 def test_a_missing_step(make_run, capsys):
     run = make_run(3)
     edit_lines(run.paths.ledger, lambda line: None if line["step"] == 1 else line)

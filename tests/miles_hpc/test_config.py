@@ -121,6 +121,7 @@ def test_neither_path_nor_source(file):
         ("slurm.train.ranks_per_node=4 train.expert_parallel=3", "train.expert_parallel = 3; 1, 2, 4 would fit"),
         ("slurm.rollout.nodes=9", "leaves some of 9 engines idle; use at least 9 prompts"),
         ("rollout.max_new_tokens=1024", "leaves no room for a prompt in model.context_length = 1024"),
+        ("train.routing_replay=true rollout.function=m:f", "a rollout.function does not hand on"),
         ("slurm.rollout.gpus_per_node=3 rollout.tensor_parallel=2", "slurm.rollout.gpus_per_node = 3 is not divisible by 1"),
         ("train.offload=true", 'train.offload has no meaning with run.placement = "split"'),
         (f"{COLOCATE} rollout.staleness=1", "needs rollout.staleness = 0, not 1"),

@@ -140,6 +140,14 @@ def test_a_damaged_model_folder_is_the_users_error(tmp_path: Path, model_folder:
         prepare.prepare(run(tmp_path, model={"source": "", "path": str(folder)}), RunPaths(tmp_path / "run"))
 
 
+def test_routing_replay_of_a_dense_model_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    settings = run(tmp_path, train={"routing_replay": True})
+    prepare.prepare(settings, RunPaths(tmp_path / "moe"))
+    dense = settings.model_copy(update={"model": settings.model.model_copy(update={"source": HERE + "dense_model"})})
+    with pytest.raises(ModelError, match=r"train\.routing_replay = true, but the model has no experts"):
+        prepare.prepare(dense, RunPaths(tmp_path / "dense"))
+
+
 @pytest.mark.parametrize("returned", ["3", "[('a',)]", "[('a', 1)]", "[]"])
 def test_bad_demonstrations(tmp_path: Path, returned: str) -> None:
     name = f"teach_{abs(hash(returned))}"

@@ -50,7 +50,9 @@ def make(lengths: list[int], seed: int = 0, texts: list[str] | None = None) -> S
     numbers["rollout_log_probs"] = rng.normal(size=total).astype(np.float32)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     parts = {"form": rng.normal(size=n).astype(np.float32)}
-    return Samples(**numbers, offsets=offsets, prompts=texts, answers=texts[::-1], labels=texts, reward_parts=parts)
+    routing = rng.integers(0, 8, (total, 3, 2)).astype(np.uint16 if seed % 2 else np.uint8)
+    flat = {**numbers, "offsets": offsets, "routing": routing}
+    return Samples(**flat, prompts=texts, answers=texts[::-1], labels=texts, reward_parts=parts)
 
 
 def same(a: Samples, b: Samples) -> bool:
@@ -97,6 +99,16 @@ def test_names_count_up_and_attributes(tmp_path):
     assert written == [paths.rollout_shard(3, 1, i) for i in range(3)] == store.on_disk(paths, 3)
     with h5py.File(written[2], locking=False) as file:
         assert dict(file.attrs) | {"crc32": 0} == {"step": 3, "rank": 1, "attempt": 2, "crc32": 0}
+
+
+def test_recorded_experts_cost_a_byte_each(tmp_path):
+    """layers x top_k bytes per token in the file; a shard without a record has none, and joins none to others."""
+    samples = make([500, 500])
+    plain = replace(samples, routing=None)
+    sizes = [store.write(RunPaths(tmp_path / str(i)), 0, 1, 1, s).stat().st_size for i, s in enumerate((samples, plain))]
+    assert 0 <= sizes[0] - sizes[1] - 1000 * 3 * 2 < 2048  # HDF5's own bytes, once per shard
+    assert store.read(RunPaths(tmp_path / "1").rollout_shard(0, 1, 0)).routing is None
+    assert Samples.concat([samples, plain]).routing is None
 
 
 def test_train_shard(tmp_path):

@@ -4,6 +4,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from miles_hpc.config import Config
 from miles_hpc.data import Prompts, Row
 from miles_hpc.rollout.generate import Generator
@@ -58,6 +60,8 @@ class Engine:
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.random = random.Random(0)
+        self.records = False
+        """Whether answers carry experts: of each token but the last its own id, twice in three layers."""
 
     def poll_hook(self) -> None:
         pass
@@ -69,7 +73,11 @@ class Engine:
     def answer(self, request: Request) -> Output:
         index = request.sample_index
         tokens = [ord(letter) for letter in f"{index}"] + [0] * (index % 2 == 0)
-        return Output(tokens, [-0.5] * len(tokens), index % 2 == 0)
+        routing = self.routing([*request.tokens, *tokens]) if self.records else None
+        return Output(tokens, [-0.5] * len(tokens), index % 2 == 0, routing=routing)
+
+    def routing(self, tokens: list[int]) -> np.ndarray:
+        return np.tile(np.array([*tokens[:-1], 0], np.uint8)[:, None, None], (1, 3, 2))
 
 
 def config(**rollout: Any) -> Config:

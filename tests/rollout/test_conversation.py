@@ -48,6 +48,32 @@ def test_turns_and_tools() -> None:
     assert source.evaluate().prompts == 3
 
 
+def test_recorded_experts_of_turns() -> None:
+    """Of the last turn, with a tool's tokens behind it unknown; a history that was rewritten has no record."""
+
+    async def ends_with_a_tool(sample: Sample, engine: Any) -> Sample:
+        sample = await two_turns(sample, engine)
+        sample.tokens, sample.response_length = [*sample.tokens, *TOOL], sample.response_length + 2
+        sample.loss_mask, sample.rollout_log_probs = [*sample.loss_mask, 0, 0], [*sample.rollout_log_probs, 0.0, 0.0]
+        return sample
+
+    async def rewrites(sample: Sample, engine: Any) -> Sample:
+        sample = await two_turns(sample, engine)
+        sample.tokens[2] += 1
+        return sample
+
+    for talk, behind in ((None, 0), (two_turns, 0), (ends_with_a_tool, 2), (rewrites, 0)):
+        source = talking(talk)
+        source.engine.records = True
+        s = Samples.concat(list(source.groups(0, [1], 0))).sorted()
+        assert s.routing is not None and s.routing.shape == (len(s.tokens), 3, 2)
+        for start, end in zip(s.offsets[:-1], s.offsets[1:], strict=True):
+            known = 0 if talk is rewrites else end - start - behind - 1
+            expected = np.where(np.arange(end - start) < known, s.tokens[start:end], 0)
+            assert (s.routing[start:end] == expected[:, None, None]).all()
+    assert Samples.concat(list(talking(two_turns).groups(0, [1], 0))).routing is None
+
+
 async def forgets(sample: Sample, engine: Any) -> Sample:
     await engine.generate(sample.tokens)
     return sample

@@ -16,6 +16,8 @@ LAYOUTS = {
     "expert_tensor": ("moe", {"expert_parallel": 2, "tensor_parallel": 2}),
     "critic": ("moe", {"expert_parallel": 2, "advantage": "gae", "critic_lr": 1e-3, "value_clip": 9.0}),
     "critic_tensor": ("llama", {"tensor_parallel": 2, "advantage": "gae", "critic_lr": 1e-3, "teacher": "moe"}),
+    "replay": ("moe", {"expert_parallel": 2, "tensor_parallel": 2, "routing_replay": True}),
+    "replay_data": ("moe", {"routing_replay": True}),
     "sequence_mean": ("qwen3", {"loss_mean": "sequence", "kl_coef": 0.1, "mini_batches": 1}),
 }
 FOUR = ("data", "critic")
@@ -107,8 +109,8 @@ def _same_losses(one, ranks):
     for rank in ranks:
         for expected, found in zip(one["metrics"], rank["metrics"], strict=True):
             assert found.keys() == expected.keys()
-            for key in ("loss", "entropy", "kl", "logp_abs_diff_max", "logp_abs_diff_mean"):
-                assert found[f"train/{key}"] == pytest.approx(expected[f"train/{key}"], abs=1e-5), key
+            for key in ("loss", "entropy", "kl", "logp_abs_diff_max", "logp_abs_diff_mean", "routing_mismatch"):
+                assert found.get(f"train/{key}", 0) == pytest.approx(expected.get(f"train/{key}", 0), abs=1e-5), key
             assert found["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=1e-4)
             for key in {"value_loss", "value_explained", "teacher_kl"} & {k.removeprefix("train/") for k in expected}:
                 assert found[f"train/{key}"] == pytest.approx(expected[f"train/{key}"], rel=1e-3, abs=1e-5), key

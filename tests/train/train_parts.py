@@ -1,5 +1,6 @@
 """What the tests of training share: configurations, random samples, tiny models, trainers, and ranks as processes."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -97,6 +98,15 @@ def samples(prompts: int = 8, group: int = 4, seed: int = 0, shortest: int = 3, 
     )
 
 
+def routing(s: Samples, seed: int = 0) -> np.ndarray:
+    """[total, layers, top_k] uint8, random experts; zeros for the last token of each sample."""
+    random, layers = np.random.default_rng(seed), SIZES["num_hidden_layers"]
+    ranks = random.random((len(s.tokens), layers, EXPERTS["num_experts"])).argsort(-1)
+    chosen = np.sort(ranks[..., : EXPERTS["num_experts_per_tok"]], -1).astype(np.uint8)
+    chosen[s.offsets[1:] - 1] = 0
+    return chosen
+
+
 @contextmanager
 def trainer(settings: Config, folder: Path, scratch: Path, rank: int = 0, size: int = 1) -> Iterator[Any]:
     """A trainer in this process; `scratch` is a file that does not exist yet."""
@@ -109,6 +119,19 @@ def trainer(settings: Config, folder: Path, scratch: Path, rank: int = 0, size: 
         made.close()
 
 
+def kept_gradients(made: Any) -> dict[str, torch.Tensor]:
+    """Filled, in each optimizer step of a trainer from now on, with the gradients before the clip by Megatron's names."""
+    found: dict[str, torch.Tensor] = {}
+    step = made.optimizer.step
+
+    def keep() -> Any:
+        found.update({name: p.main_grad.clone() for name, p in made.policy.module.named_parameters()})
+        return step()
+
+    made.optimizer.step = keep
+    return found
+
+
 def run_steps(made: Any, steps: int = 3, data: Samples | None = None, **shape: Any) -> dict[str, Any]:
     """Train some steps on random samples; everything that other layouts should give too."""
     from miles_hpc.train.advantage import group_advantages
@@ -116,6 +139,8 @@ def run_steps(made: Any, steps: int = 3, data: Samples | None = None, **shape: A
     results = []
     for step in range(steps):
         s = data or samples(seed=step, **shape)
+        if made.config.routing_replay:
+            s = dataclasses.replace(s, routing=routing(s))
         results.append(made.step(s, group_advantages(s.rewards, int((s.prompt_ids == s.prompt_ids[0]).sum())), step))
     return {
         "metrics": [r.metrics for r in results],

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from torch import Tensor, nn
 
 from miles_hpc.kernels import moe, selftest
@@ -78,8 +79,9 @@ class Expert(nn.Module):
 
 
 class MoE(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
+        self.layer = layer
         count, width, hidden = config.num_experts, config.moe_intermediate_size, config.hidden_size
         self.top_k, self.renormalise = config.num_experts_per_tok, config.norm_topk_prob
         self.gate = Weight(torch.empty(count, hidden))
@@ -88,8 +90,10 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[t, hidden] -> [t, hidden]."""
-        logits = linear_float(x, self.gate.weight)
-        return moe.experts(x, *moe.route(logits, self.top_k, self.renormalise), self.up, self.down)
+        probs, ids = moe.route(linear_float(x, self.gate.weight), self.top_k, self.renormalise)
+        if capturer := get_global_experts_capturer():
+            capturer.capture(self.layer, ids)
+        return moe.experts(x, probs, ids, self.up, self.down)
 
 
 class Layer(nn.Module):
@@ -99,7 +103,7 @@ class Layer(nn.Module):
         self.input_layernorm = Weight(torch.empty(config.hidden_size))
         self.post_attention_layernorm = Weight(torch.empty(config.hidden_size))
         self.self_attn = Attention(config, index)
-        self.mlp = MoE(config) if is_moe_layer(config, index) else MLP(config)
+        self.mlp = MoE(config, index) if is_moe_layer(config, index) else MLP(config)
 
     def forward(self, x: Tensor, added: Tensor, cos: Tensor, sin: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
         """Residual stream [t, hidden] float32, and what is still to be added to it [t, hidden]; both again."""
