@@ -105,9 +105,10 @@ def test_recorded_experts_cost_a_byte_each(tmp_path):
     """layers x top_k bytes per token in the file; a shard without a record has none, and joins none to others."""
     samples = make([500, 500])
     plain = replace(samples, routing=None)
-    sizes = [store.write(RunPaths(tmp_path / str(i)), 0, 1, 1, s).stat().st_size for i, s in enumerate((samples, plain))]
+    paths = RunPaths(tmp_path)
+    sizes = [store.write(paths, step, 1, 1, s).stat().st_size for step, s in enumerate((samples, plain))]
     assert 0 <= sizes[0] - sizes[1] - 1000 * 3 * 2 < 2048  # HDF5's own bytes, once per shard
-    assert store.read(RunPaths(tmp_path / "1").rollout_shard(0, 1, 0)).routing is None
+    assert store.read(paths.rollout_shard(1, 1, 0)).routing is None
     assert Samples.concat([samples, plain]).routing is None
 
 
