@@ -37,11 +37,13 @@ def close(paths: RunPaths, attempt: int, seen: Evidence) -> None:
 def close_last(paths: RunPaths, job_state: str = "") -> None:
     """Close the newest attempt if its batch script vanished: its node died, or Slurm killed it before it could ask.
 
+    A rank may have written a verdict all the same; it lacks what only the batch side adds.
+
     Args:
         job_state: what Slurm says about the job now that it has ended.
     """
     numbers = paths.attempt_numbers()
-    if not numbers or verdict.read(paths, numbers[-1]) is not None:
+    if not numbers or "heartbeats" in verdict.fields(paths, numbers[-1]):
         return
     start = started(paths, numbers[-1])
     state = end_of_job(paths, start) or (job_state if job_state in controller.ENDED else "")
