@@ -7,7 +7,6 @@ broadcast is torch.distributed's between two processes, in buckets of the same s
 import json
 import os
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
@@ -17,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import gpu_models
+import psutil
 
-STEPS, REPEATS, LIMIT = 6, 5, 150
+STEPS, REPEATS, LIMIT = 6, 5, 240
 JOB = """
 run = {{ name = "bench", steps = {steps} }}
 model = {{ path = "model", context_length = 512, dtype = "bfloat16" }}
@@ -80,13 +80,15 @@ def _syncs(name: str, folder: Path) -> list[dict[str, Any]]:
     launch = shlex.split(os.environ.get("MPIEXEC", "mpiexec"))
     with (folder / "log").open("w+") as log:
         command = [*launch, *_rank("train", run, 0), ":", *_rank("rollout", run, 1)]
-        ranks = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        ranks = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             return _wait(run / "events.jsonl", ranks)
         except RuntimeError as error:
             raise RuntimeError(f"{error}:\n{(folder / 'log').read_text()[-6000:]}") from None
         finally:  # not to its end: its last checkpoint is 14 bytes per parameter
-            os.killpg(ranks.pid, signal.SIGKILL)
+            tree = psutil.Process(ranks.pid).children(recursive=True) if ranks.poll() is None else []
+            for process in [*tree, ranks]:
+                process.kill()
             ranks.wait()
 
 
