@@ -13,7 +13,7 @@ import resource
 import signal
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from multiprocessing.connection import Connection
@@ -92,37 +92,39 @@ def _run(pipe: Connection, function: Callable[..., None], folder: Path, **fault:
     os._exit(0)  # process groups of torch are of no interest any more
 
 
-@contextlib.contextmanager
-def _trainer(paths: RunPaths) -> Iterator[tuple[Any, Any]]:
+def _scratch(paths: RunPaths) -> Path:
+    """A folder beside the run folder, whose owner removes it; another user could not."""
+    return Path(tempfile.mkdtemp(dir=paths.folder.parent))
+
+
+def _trainer(paths: RunPaths) -> tuple[Any, Any]:
     from miles_hpc.checkpoint import Checkpoints
     from miles_hpc.train.trainer import Trainer
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     config = configuration.read(paths.config)
-    with tempfile.TemporaryDirectory() as scratch:
-        trainer = Trainer(config, paths.model_of(config), 0, 1, f"file://{scratch}/store")
-        yield trainer, Checkpoints(paths, config.checkpoint, lambda: None, True)
+    trainer = Trainer(config, paths.model_of(config), 0, 1, f"file://{_scratch(paths)}/store")
+    return trainer, Checkpoints(paths, config.checkpoint, lambda: None, True)
 
 
 def _load(paths: RunPaths, found: Found) -> None:
     from miles_hpc.rollout.role import leftovers
 
-    with _trainer(paths) as (trainer, checkpoints):
-        found.version = checkpoints.resume(trainer)
-        found.digest = _digest(trainer)
-    steps = configuration.read(paths.config).run.steps
-    left = leftovers(paths, found.version or 0, steps)
+    trainer, checkpoints = _trainer(paths)
+    found.version = checkpoints.resume(trainer)
+    found.digest = _digest(trainer)
+    left = leftovers(paths, found.version or 0, configuration.read(paths.config).run.steps)
     found.groups = {step: sorted(i for shard in shards for i in shard.prompt_ids) for step, shards in left.items()}
 
 
 def _save(paths: RunPaths, found: Found, before: Callable[[RunPaths], None] | None = None, **fault: Any) -> None:
-    with _trainer(paths) as (trainer, checkpoints), tempfile.TemporaryDirectory() as scratch:
-        found.version = checkpoints.resume(trainer)
-        trainer.save(Path(scratch), {})  # loads what another user may not read
-        if before:
-            before(paths)
-        _suffer(**fault)
-        checkpoints.save(trainer, (found.version or 0) + 1)
+    trainer, checkpoints = _trainer(paths)
+    found.version = checkpoints.resume(trainer)
+    trainer.save(_scratch(paths), {})  # loads what another user may not read
+    if before:
+        before(paths)
+    _suffer(**fault)
+    checkpoints.save(trainer, (found.version or 0) + 1)
 
 
 def _write(paths: RunPaths, found: Found, **fault: Any) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import h5py
 import loader
 import psutil
 from harness import SEED, Outcome, differences, finish
@@ -56,6 +57,15 @@ def truncate(file: Path) -> None:
 def flip(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[random.Random(SEED).randrange(len(data))] ^= 1
+    file.write_bytes(data)
+
+
+def flip_token(file: Path) -> None:
+    """In the samples themselves; elsewhere in the file it might be harmless."""
+    with h5py.File(file, "r", locking=False) as opened:
+        place = opened["tokens"].id.get_offset()
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
     file.write_bytes(data)
 
 
@@ -121,7 +131,7 @@ FAULTS = [
     StorageFault("bit flipped in a checkpoint", lambda p: flip(largest(newest(p))), -1, ("is damaged",)),
     StorageFault("checkpoint without its manifest", lambda p: (newest(p) / "manifest.json").unlink(), -1, ("is missing",)),
     StorageFault("shard truncated", lambda p: truncate(shard(p)), said=("set aside",), shards_lost=1),
-    StorageFault("bit flipped in a shard", lambda p: flip(shard(p)), said=("set aside",), shards_lost=1),
+    StorageFault("bit flipped in a shard", lambda p: flip_token(shard(p)), said=("set aside",), shards_lost=1),
     StorageFault("killed while saving", killed_at_some_byte, said=KILLED),
     StorageFault("killed before the manifest", partial(save, bomb=Bomb("fsync", "*.partial/*")), said=KILLED),
     StorageFault("killed before the rename of a checkpoint", partial(save, bomb=Bomb("rename", "*.partial")), said=KILLED),
