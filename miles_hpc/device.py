@@ -32,9 +32,10 @@ def device() -> torch.device:
 
 
 def collect_lent() -> None:
-    """Have back the memory that was lent to other processes by CUDA IPC and that they no longer use."""
+    """Give memory back to the GPU that was lent to other processes by CUDA IPC and that they no longer use."""
     if torch.cuda.is_available():
         torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
 
 
 def memory(when: str) -> dict[str, float]:

@@ -29,7 +29,7 @@ def _sums(words: torch.Tensor) -> list[int]:
     whole = len(words) - len(words) % CHUNK_WORDS
     blocks = [words[:whole].view(-1, CHUNK_WORDS), words[whole:].view(1, -1)]
     parts = [part for block in blocks for part in block.split(CHUNKS[words.device.type]) if part.numel()]
-    sums = [part.to(torch.int64).mul_(factors[: part.shape[1]]).sum(1) for part in parts]
+    sums = [(part * factors[: part.shape[1]]).sum(1) for part in parts]  # int32 times int64 is int64
     return torch.cat(sums).tolist() if sums else []
 
 

@@ -6,6 +6,7 @@ was lent is kept until the engine says that it has it. Names, shapes and digests
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from miles_hpc.rollout.engine import EngineHost
 
 READY, LENT, TAKEN, CONFIRMED = 15, 16, 17, 18
+BUCKETS = 2
+"""Lent at a time."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Lender:
         self.world, self.trainer, self.heartbeat, self.seconds, self.exact = world, trainer, heartbeat, seconds, exact
         self.expected = checkpoint_shapes(model_folder)
         self.engine = world.rollout[world.role_rank // per_engine]
-        self.lent: torch.Tensor | None = None
+        self.lent: deque[torch.Tensor] = deque()
         if world.leads:
             for engine in world.rollout:
                 world.receive(READY, seconds, f"the engine of rollout rank {engine} to start", source=engine)
@@ -78,13 +81,15 @@ class Lender:
         started, report, fused, seen = time.monotonic(), Report(), Fused(self.exact), set[str]()
         for bucket in buckets(self._checked(seen, fused) if self.world.leads else self.trainer.weights()):
             report.size += self._lend(bucket)
-        self._take_back()
-        device.collect_lent()
         self._say(None)
+        digests = fused.digests()  # while the engine copies the last buckets
+        self._take_back(0)
         if self.world.leads:
             self._check_complete(version, seen)
-            report.digests = self._confirmed(Complete(version, stop, fused.digests()))
+            report.digests = self._confirmed(Complete(version, stop, digests))
         report.seconds = time.monotonic() - started
+        del fused
+        device.collect_lent()
         return report
 
     def _checked(self, seen: set[str], fused: Fused) -> "Iterator[tuple[str, torch.Tensor]]":
@@ -117,18 +122,19 @@ class Lender:
         return compared
 
     def _lend(self, bucket: "list[tuple[str, torch.Tensor]]") -> int:
-        """Bytes lent; made ready while the engine copies the bucket before."""
+        """Bytes lent. The next bucket is there before the engine has copied this one."""
+        self._take_back(BUCKETS - 1)
         flat = flatten(tensor for _, tensor in bucket)
-        self._take_back()
-        self.lent = flat
+        self.lent.append(flat)
         self._say(handle(bucket, flat))
         return flat.nbytes
 
-    def _take_back(self) -> None:
-        if self.lent is not None:
+    def _take_back(self, keep: int) -> None:
+        """Wait until at most `keep` buckets are lent."""
+        while len(self.lent) > keep:
             what = f"rollout rank {self.engine} to take weights"
             self.world.receive(TAKEN, self.seconds, what, source=self.engine)
-        self.lent = None
+            self.lent.popleft()
 
     def _say(self, message: bytes | None) -> None:
         self.world.send(message, self.engine, LENT, self.seconds, f"rollout rank {self.engine} to hear of weights")
@@ -164,9 +170,7 @@ class Borrower:
         self.heartbeat.enter("sync")
         going_on = True
         while self.version < version and going_on:
-            self._take()
-            complete = self.world.receive(LENT, self.seconds, "digests from the trainer", source=self.world.train[0])
-            self._compare(complete)
+            complete = self._take()
             self.version, going_on = complete.version, not complete.stop
         return going_on
 
@@ -175,8 +179,11 @@ class Borrower:
         self.heartbeat.enter("swap")
         return self._timed("engine/sleep_seconds", "sleep")
 
-    def _take(self) -> None:
-        """Memory for the weights when they come, for keys and values when buckets are no longer in the way."""
+    def _take(self) -> Complete:
+        """Memory for the weights when they come, for keys and values when buckets are no longer in the way.
+
+        Keys and values that were computed with older weights went when the engine last left.
+        """
         handles = self._handles()
         self._timed("engine/wake_weights_seconds", "wake", regions=["weights"])
         while handles:
@@ -185,6 +192,10 @@ class Borrower:
                 self.world.send(None, rank, TAKEN, self.seconds, "a training rank to hear that its weights were taken")
             handles = self._handles()
         self._timed("engine/wake_cache_seconds", "wake", regions=["kv_cache", "cuda_graph"])
+        ranks = self.engine.call("checksum", timeout=self.seconds)
+        complete = self.world.receive(LENT, self.seconds, "digests from the trainer", source=self.world.train[0])
+        self._compare(complete, ranks)
+        return complete
 
     def _handles(self) -> list[bytes]:
         """One for each of the engine's workers; empty at the end of a version."""
@@ -198,10 +209,7 @@ class Borrower:
         self.figures[figure] = time.monotonic() - started
         return self.figures[figure]
 
-    def _compare(self, complete: Complete) -> None:
-        # Keys and values of prompts were computed with the old weights.
-        self.engine.call("flush_cache", timeout=self.seconds, timeout_s=self.seconds)
-        ranks = self.engine.call("checksum", timeout=self.seconds)
+    def _compare(self, complete: Complete, ranks: list[dict[str, str]]) -> None:
         # An engine over several GPUs holds slices, whose digests are not the whole tensor's.
         expected = complete.digests if len(ranks) == 1 else {}
         different = sorted(name for name, value in expected.items() if ranks[0].get(name) != value)
