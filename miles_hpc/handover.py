@@ -83,7 +83,7 @@ class Lender:
             report.size += self._lend(bucket)
         self._say(None)
         digests = fused.digests()  # while the engine copies the last buckets
-        self._take_back(0)
+        self._take_back()
         if self.world.leads:
             self._check_complete(version, seen)
             report.digests = self._confirmed(Complete(version, stop, digests))
@@ -129,7 +129,7 @@ class Lender:
         self._say(handle(bucket, flat))
         return flat.nbytes
 
-    def _take_back(self, keep: int) -> None:
+    def _take_back(self, keep: int = 0) -> None:
         """Wait until at most `keep` buckets are lent."""
         while len(self.lent) > keep:
             what = f"rollout rank {self.engine} to take weights"
@@ -170,7 +170,12 @@ class Borrower:
         self.heartbeat.enter("sync")
         going_on = True
         while self.version < version and going_on:
-            complete = self._take()
+            self._take()
+            # Keys and values of prompts were computed with the old weights.
+            self.engine.call("flush_cache", timeout=self.seconds, timeout_s=self.seconds)
+            ranks = self.engine.call("checksum", timeout=self.seconds)
+            complete = self.world.receive(LENT, self.seconds, "digests from the trainer", source=self.world.train[0])
+            self._compare(complete, ranks)
             self.version, going_on = complete.version, not complete.stop
         return going_on
 
@@ -179,11 +184,8 @@ class Borrower:
         self.heartbeat.enter("swap")
         return self._timed("engine/sleep_seconds", "sleep")
 
-    def _take(self) -> Complete:
-        """Memory for the weights when they come, for keys and values when buckets are no longer in the way.
-
-        Keys and values that were computed with older weights went when the engine last left.
-        """
+    def _take(self) -> None:
+        """Memory for the weights when they come, for keys and values when buckets are no longer in the way."""
         handles = self._handles()
         self._timed("engine/wake_weights_seconds", "wake", regions=["weights"])
         while handles:
@@ -192,10 +194,6 @@ class Borrower:
                 self.world.send(None, rank, TAKEN, self.seconds, "a training rank to hear that its weights were taken")
             handles = self._handles()
         self._timed("engine/wake_cache_seconds", "wake", regions=["kv_cache", "cuda_graph"])
-        ranks = self.engine.call("checksum", timeout=self.seconds)
-        complete = self.world.receive(LENT, self.seconds, "digests from the trainer", source=self.world.train[0])
-        self._compare(complete, ranks)
-        return complete
 
     def _handles(self) -> list[bytes]:
         """One for each of the engine's workers; empty at the end of a version."""
