@@ -70,7 +70,8 @@ def _add_submitting(commands) -> None:
 def _add_looking(commands) -> None:
     _command(commands, "status", _status, "state, step and verdict of a run", run=True)
     logs = _command(commands, "logs", _logs, "print a rank's log", run=True)
-    logs.add_argument("--role", choices=("train", "rollout", "job"), default=None, help="default: train; job: the batch script")
+    logs_of = ("train", "rollout", "engine", "job")
+    logs.add_argument("--role", choices=logs_of, default=None, help="default: train; job: the batch script")
     logs.add_argument("--rank", type=int, default=None, help="rank in the MPI world (default: the role's first)")
     logs.add_argument("--attempt", type=int, default=None, help="default: the newest")
     logs.add_argument("-f", "--follow", action="store_true", help="go on printing until the run ends")

@@ -46,7 +46,7 @@ def locate(folder: Path, role: str | None, rank: int | None, attempt: int | None
     if role is None:
         role = "rollout" if rank is not None and rank >= train else "train"
     if rank is None:
-        rank = 0 if role == "train" else train
+        rank = 0 if role == "train" else train  # an engine has its rollout rank's number
     return paths.log(attempt or max(paths.attempt_numbers(), default=1), role, rank)
 
 

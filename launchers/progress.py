@@ -20,6 +20,8 @@ class Progress:
     """Mean reward of the newest step."""
     refused: int
     """Groups of the newest step that a filter refused."""
+    restarts: int
+    """Engines started again, over all steps."""
     phase_seconds: dict[str, float]
     """Of the newest step."""
     seconds_left: float | None
@@ -32,6 +34,8 @@ class Progress:
             parts.append(f"reward {self.reward:.3f}")
         if self.refused:
             parts.append(f"refused {self.refused}")
+        if self.restarts:
+            parts.append(f"engine restarts {self.restarts}")
         parts += [f"{name} {seconds:.1f} s" for name, seconds in self.phase_seconds.items() if seconds >= 0.05]
         if self.seconds_left is not None and self.done < self.steps:
             minutes, seconds = divmod(round(self.seconds_left), 60)
@@ -41,13 +45,15 @@ class Progress:
 
 def progress_of(folder: Path, steps: int) -> Progress:
     """Read a run's events; `steps` is the number it is to have."""
-    done = list(history.read(RunPaths(folder)).steps.values())
+    past = history.read(RunPaths(folder))
+    done = list(past.steps.values())
     last = done[-1] if done else {}
     return Progress(
         done=len(done),
         steps=steps,
         reward=last.get("metrics", {}).get("reward/mean"),
         refused=int(last.get("metrics", {}).get("groups/refused", 0)),
+        restarts=sum(e.get("event") == "engine_restart" for e in past.events),
         phase_seconds=last.get("phase_seconds", {}),
         seconds_left=_seconds_left([e["time"] for e in done[-11:]], steps - len(done)),
     )

@@ -37,6 +37,8 @@ class Report:
     steps: int
     """Steps complete."""
     attempts: int
+    engine_restarts: int
+    """Engines that died or hung and were started again inside an attempt."""
     reward_first: float | None
     """Mean reward of the first five steps."""
     reward_last: float | None
@@ -102,6 +104,7 @@ def compute(folder: Path) -> Report:
         state=state_of(paths),
         steps=len(steps),
         attempts=len(paths.attempt_numbers()),
+        engine_restarts=sum(e.get("event") == "engine_restart" for e in past.events),
         reward_first=_mean(rewards[:WINDOW]),
         reward_last=_mean(rewards[-WINDOW:]),
         eval_first=accuracies[0] if accuracies else None,

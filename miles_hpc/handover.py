@@ -16,9 +16,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from miles_hpc import device
+from miles_hpc.buckets import buckets, checkpoint_shapes, flatten
 from miles_hpc.errors import SyncError, WorldError
+from miles_hpc.fused import Fused
 from miles_hpc.heartbeat import Heartbeat
-from miles_hpc.sync import Fused, Report, Weights, buckets, checkpoint_shapes, flatten
+from miles_hpc.sync import Mailbox, Report, Weights
 from miles_hpc.world import World
 
 if TYPE_CHECKING:
@@ -91,6 +93,11 @@ class Lender:
         del fused
         device.collect_lent()
         return report
+
+    def serve(self, box: Mailbox, what: str) -> None:
+        """Wait on the first rank until `box` is complete."""
+        while self.world.leads and not box.complete:
+            self.world.until(box.take, self.seconds, what)
 
     def _checked(self, seen: set[str], fused: Fused) -> "Iterator[tuple[str, torch.Tensor]]":
         for name, tensor in self.trainer.weights():

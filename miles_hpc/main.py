@@ -77,7 +77,7 @@ def _run(told: argparse.Namespace, config: Config, paths: RunPaths, heartbeat: H
         from miles_hpc.rollout.build import start_engine
 
         # Before MPI: the engine needs the longest to start, and its host must never see the world.
-        engine = start_engine(config, paths, heartbeat)
+        engine = start_engine(config, paths, told.attempt, heartbeat)
         world.append(connect("rollout", told.world_size, signals.check))
         kind = loop.rollout(build_rollout(config, paths, world[0], told.attempt, heartbeat, engine))
         heartbeat.enter("end")
@@ -85,7 +85,7 @@ def _run(told: argparse.Namespace, config: Config, paths: RunPaths, heartbeat: H
     if kind != "done" and heartbeat.rank == 0:  # the rest may take longer than Slurm waits
         _conclude(kind, paths, told.attempt, heartbeat)
     heartbeat.enter("end")
-    world[0].barrier(config.patience_seconds, "all ranks to finish")
+    world[0].end(config.patience_seconds)
     return kind
 
 

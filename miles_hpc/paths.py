@@ -1,7 +1,7 @@
 """Every path of a run, computed in one place, for any attempt.
 
 <folder>/config.toml  job.sbatch  job.log  job.json  provenance.json  ledger.jsonl  events.jsonl
-         attempts/NNN/{train,rollout}-RRRR.log  attempts/NNN/{start,health,verdict}.json  attempts/NNN/launcher.log
+         attempts/NNN/{train,rollout,engine}-RRRR.log  attempts/NNN/{start,health,verdict}.json  attempts/NNN/launcher.log
          attempts/NNN/stacks/{train,rollout}-RRRR.txt
          samples/step-SSSSSS/{rollout-RRRR-III.h5,train-RRRR.h5}
          checkpoints/step-SSSSSS/  export/  model/  tensorboard/{train,rollout}/  heartbeat/

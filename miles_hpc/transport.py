@@ -14,11 +14,12 @@ import numpy as np
 
 from miles_hpc import edges
 from miles_hpc.attach import attach
+from miles_hpc.buckets import announce, checkpoint_shapes, flatten
 from miles_hpc.config import Config
 from miles_hpc.handover import LENT, READY, TAKEN, Borrower, Lender, handle
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.paths import RunPaths
-from miles_hpc.sync import Weights, announce, checkpoint_shapes, flatten
+from miles_hpc.sync import Weights
 from miles_hpc.world import World
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from miles_hpc.errors import DeadlineExceeded, WorldError
@@ -37,6 +37,7 @@ class World:
     hosts: tuple[str, ...]
     """Host name of every world rank."""
     poll: Callable[[], None]
+    _posted: list[Any] = field(default_factory=list)
 
     @property
     def role_rank(self) -> int:
@@ -69,6 +70,11 @@ class World:
     def send(self, value: object, to: int, tag: int, seconds: float, what: str) -> None:
         """Send a Python object to a world rank."""
         self.wait(self.comm.isend(value, dest=to, tag=tag), seconds, what)
+
+    def post(self, value: object, to: int, tag: int) -> None:
+        """Send a Python object that a world rank will take when it gets round to it; returns at once."""
+        self._posted = [request for request in self._posted if not request.Test()]
+        self._posted.append(self.comm.isend(value, dest=to, tag=tag))
 
     def receive(self, tag: int, seconds: float, what: str, source: int | None = None) -> Any:
         """Receive a Python object from a world rank, or from any."""
@@ -122,6 +128,16 @@ class World:
     def barrier(self, seconds: float = PROBE_SECONDS, what: str = "all ranks") -> None:
         """Wait until every rank of the world is here."""
         self.wait(self.comm.Ibarrier(), seconds, what)
+
+    def end(self, seconds: float) -> None:
+        """Wait until every rank of the world has ended its work, and read what nobody waited for.
+
+        MPICH over OFI ends the world with an error if a rank is finalized that has messages left.
+        """
+        self.barrier(seconds, "all ranks to finish")
+        while message := self.comm.improbe():
+            message.recv()
+        self.barrier(seconds, "all ranks to finish")
 
     def role_barrier(self, seconds: float = ROLE_SECONDS) -> None:
         """Wait until every rank of this role is here."""

@@ -1,5 +1,7 @@
 """Puts a rollout rank together: engine, prompts, reward, weight receiver."""
 
+import shlex
+
 from miles_hpc import data, signals
 from miles_hpc.attach import attach
 from miles_hpc.config import Config
@@ -8,22 +10,24 @@ from miles_hpc.handover import Borrower
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.metrics import Clock
 from miles_hpc.paths import RunPaths
+from miles_hpc.receiver import Receiver
 from miles_hpc.rollout.engine import EngineHost
 from miles_hpc.rollout.generate import Generator
 from miles_hpc.rollout.judge import Judge
+from miles_hpc.rollout.restarts import Restarts
 from miles_hpc.rollout.reward import Reward
 from miles_hpc.rollout.role import RolloutRole
 from miles_hpc.samples.exchange import Outbox
 from miles_hpc.stop import Stop
-from miles_hpc.sync import Receiver
 from miles_hpc.transport import Carrier, Unpacker
 from miles_hpc.world import World
 
 
-def start_engine(config: Config, paths: RunPaths, heartbeat: Heartbeat) -> EngineHost:
+def start_engine(config: Config, paths: RunPaths, attempt: int, heartbeat: Heartbeat) -> EngineHost:
     """Start the engine's host and return at once; it is awaited in `build`."""
     number = heartbeat.rank - config.slurm.train.ranks
-    engine = EngineHost(config, paths.model_of(config), log=None, poll_hook=signals.check, number=number)
+    log = paths.log(attempt, "engine", heartbeat.rank)
+    engine = EngineHost(config, paths.model_of(config), log, signals.check, number)
     engine.start()
     return engine
 
@@ -43,19 +47,23 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
     talk = attach(config, "rollout.generate", rollout.generate) if rollout.generate else None
     whole = attach(config, "rollout.function", rollout.function) if rollout.function else None
     heartbeat.enter("engine start")
-    engine.wait_ready()
+    logs = f"miles-submit logs {shlex.quote(str(paths.folder))} --role engine --rank {world.rank}"
+    restarts = Restarts(engine, world, heartbeat, seconds, logs)
+    restarts.ready()
     generator = Generator(config, engine, prompts, reward, held_out, judge, talk, whole)
-    receiver = _receiver(config, paths, world, engine, heartbeat)
+    receiver = _receiver(config, paths, world, engine, restarts, heartbeat)
     world.poll = engine.poll_hook = Stop(world, config.slurm.warning_seconds).poll
     outbox = Outbox(world, paths, attempt, seconds)
     return RolloutRole(config, paths, world, prompts, generator, receiver, outbox, Clock(heartbeat), seconds)
 
 
-def _receiver(config: Config, paths: RunPaths, world: World, engine: EngineHost, heartbeat: Heartbeat) -> Receiver | Borrower:
+def _receiver(
+    config: Config, paths: RunPaths, world: World, engine: EngineHost, restarts: Restarts, heartbeat: Heartbeat
+) -> Receiver | Borrower:
     workers, seconds = config.rollout.tensor_parallel, config.patience_seconds
     if config.rollout.weight_transport:
         return Unpacker(world, engine, workers, heartbeat, seconds, Carrier.of(config, paths))
     if not config.colocated:
-        return Receiver(world, engine, workers, backend(), heartbeat, seconds)
+        return Receiver(world, engine, restarts, workers, backend(), heartbeat, seconds)
     engine.call("sleep")  # until weights come; the trainer may be in its warm start
     return Borrower(world, engine, workers, heartbeat, seconds)

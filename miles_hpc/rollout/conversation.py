@@ -15,7 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from miles_hpc import edges
-from miles_hpc.errors import DeadlineExceeded, EdgeError
+from miles_hpc.errors import DeadlineExceeded, EdgeError, EngineError
 from miles_hpc.rollout.engine import Flight
 from miles_hpc.rollout.request import Output, Request
 from miles_hpc.sample import Sample
@@ -112,17 +112,17 @@ class Conversations:
         self.open |= dict(zip(keys, requests, strict=True))
         return keys
 
-    def next(self) -> tuple[int, Output]:
-        """The next conversation that is over.
+    def next(self) -> tuple[int, Output | EngineError]:
+        """The next conversation that is over; an error if it ended because the engine refused a request twice.
 
         Raises:
-            EdgeError: the function raised, or returned a sample that does not fit. EngineDied, EngineError, DeadlineExceeded.
+            EdgeError: the function raised, or returned a sample that does not fit. EngineDied, DeadlineExceeded.
         """
         since = time.monotonic()
         while True:
             if self.flight.open and self.flight.ready(POLL_SECONDS):
                 key, output = self.flight.next()
-                self._loop.call_soon_threadsafe(self._asked.pop(key).set_result, output)
+                self._loop.call_soon_threadsafe(_tell, self._asked.pop(key), output)
                 since = time.monotonic()
             if event := self._event(0.0 if self.flight.open else POLL_SECONDS):
                 since = time.monotonic()
@@ -149,9 +149,9 @@ class Conversations:
                 next_step="give tools a time limit of their own, or raise rollout.timeout_seconds",
             )
 
-    def _finished(self, key: int, value: Output | BaseException) -> tuple[int, Output]:
+    def _finished(self, key: int, value: Output | BaseException) -> tuple[int, Output | EngineError]:
         self.open.pop(key)
-        if isinstance(value, BaseException):
+        if isinstance(value, BaseException) and not isinstance(value, EngineError):
             raise value
         return key, value
 
@@ -169,7 +169,8 @@ class Conversations:
                 ("done", key, await converse(self.function, self.describe(request), self._voice(request), self.longest))
             )
         except BaseException as error:
-            self._events.put(("done", key, error))
+            refused = isinstance(error.__cause__, EngineError)  # twice, which is this request's misfortune alone
+            self._events.put(("done", key, error.__cause__ if refused else error))
 
     def _voice(self, request: Request) -> Voice:
         def ask(asked: Request) -> asyncio.Future[Output]:
@@ -178,6 +179,13 @@ class Conversations:
             return future
 
         return Voice(ask, request, self.tokenizer, self.longest)
+
+
+def _tell(asked: asyncio.Future[Output], output: Output | EngineError) -> None:
+    if isinstance(output, EngineError):
+        asked.set_exception(output)
+    else:
+        asked.set_result(output)
 
 
 async def converse(function: Generate, sample: Sample, voice: Voice, longest: int) -> Output:

@@ -7,22 +7,30 @@ new one.
 import contextlib
 import itertools
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from miles_hpc.config import Config
 from miles_hpc.errors import DeadlineExceeded, EngineDied, EngineError
+from miles_hpc.pace import Pace
 from miles_hpc.rollout.arguments import EngineArguments, environment
 from miles_hpc.rollout.request import Output, Request
 
 POLL_SECONDS = 0.1
+PING_SECONDS = 1.0
+EXIT_SECONDS = 5.0
 LOG_TAIL_BYTES = 4000
+
+
+Recover = Callable[[EngineDied | DeadlineExceeded, Mapping[int, Request]], dict[int, Output]]
 
 
 class EngineHost:
@@ -38,8 +46,8 @@ class EngineHost:
     Any wait lasts at most `rollout.timeout_seconds` unless its caller says otherwise.
     """
 
-    module = "miles_hpc.rollout.sglang"
-    """Of the host process."""
+    program: Sequence[str] = ("-m", "miles_hpc.rollout.sglang")
+    """The host."""
 
     def __init__(
         self,
@@ -54,14 +62,27 @@ class EngineHost:
         self.log, self.poll_hook = log, poll_hook
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        """On their way to the host."""
+        self.recover: Recover = give_up
+        """Called by a flight whose engine died or hangs, with the requests that have no answer; when it returns, there is a new
+        engine with the right weights. What it returns are answers that others gave meanwhile, by key."""
+        self.pace = Pace(self.timeout)
+        """Of the scheduler's answers to pings."""
+        self.warm = False
+        """The engine has answered before: nothing is compiled any more."""
         self._ids = itertools.count()
-        self._pending: set[int] = set()
         self._ready = False
 
     @property
     def pid(self) -> int | None:
         """Process id of the host, None when there is none."""
         return self._process.pid if self._process else None
+
+    @property
+    def ended(self) -> bool:
+        """True if there was a host process and it has ended."""
+        return self._process is not None and self._process.poll() is not None
 
     def start(self) -> None:
         """Start the host and return at once; a host left from before is ended first.
@@ -72,7 +93,7 @@ class EngineHost:
         ours, theirs = Pipe()
         with theirs, self._output() as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self.module, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, *self.program, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 env=environment(dict(os.environ)),
                 stdin=subprocess.DEVNULL,
@@ -80,7 +101,9 @@ class EngineHost:
                 stderr=output,
                 start_new_session=True,
             )
-        self._connection, self._pending, self._ready = ours, set(), False
+        self._connection, self._ready, self.warm = ours, False, False
+        self._messages = queue.SimpleQueue()
+        threading.Thread(target=_write, args=(ours, self._messages), name="engine-requests", daemon=True).start()
         self._send("start", self.arguments)
 
     def wait_ready(self, timeout: float | None = None) -> None:
@@ -101,17 +124,19 @@ class EngineHost:
         """Yield (index in `requests`, output) as answers finish. Leaving the iterator early aborts the rest.
 
         Raises:
-            EngineError: a request was refused. EngineDied. DeadlineExceeded: no answer within `timeout`.
+            EngineError: a request was refused twice. EngineDied. DeadlineExceeded: no answer within `timeout`.
         """
         with self.flight() as flight:
             index = {key: i for i, key in enumerate(flight.add(requests))}
             while flight.open:
                 key, output = flight.next()
+                if isinstance(output, EngineError):
+                    raise output
                 yield index[key], output
 
-    def flight(self) -> "Flight":
+    def flight(self, recovering: bool = True) -> "Flight":
         """Requests under way, to which more may be added."""
-        return Flight(self)
+        return Flight(self, recovering)
 
     def call(self, name: str, timeout: float | None = None, **fields: Any) -> Any:
         """A call between generations: see `CALLS` in `rollout/sglang.py` for names, SGLang's request classes for fields.
@@ -119,20 +144,19 @@ class EngineHost:
         Raises:
             EngineError: the engine answered False; the message is its own. EngineDied. DeadlineExceeded.
         """
-        wanted = next(self._ids)
-        self._pending.add(wanted)
-        self._send(name, ("call", wanted, name, fields))
+        wanted = self._call(name, fields)
         deadline = time.monotonic() + (timeout or self.timeout)
-        while True:
-            key, value = self._next(name, deadline - time.monotonic())
-            if key == wanted:
-                return value
+        kind, key, value = self._receive(name, deadline - time.monotonic())
+        while key != wanted:  # of a generation that was left early, or of a call that was given up
+            kind, key, value = self._receive(name, deadline - time.monotonic())
+        if kind == "error":
+            raise EngineError(f"the engine refused {name}: {value}", where=self._where())
+        return value
 
-    def shutdown(self, timeout: float = 60.0) -> None:
+    def shutdown(self, timeout: float = 20.0) -> None:
         """Stop the engine and leave no process behind; safe to call twice, or after the engine's death."""
-        if self._process and self._connection:
-            with contextlib.suppress(OSError):
-                self._connection.send(("exit",))
+        if self._process:
+            self._messages.put(("exit",))
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout)
         self._reap()
@@ -140,33 +164,38 @@ class EngineHost:
     def _output(self) -> Any:
         return self.log.open("ab") if self.log else contextlib.nullcontext()
 
-    def _next(self, doing: str, timeout: float) -> tuple[int, Any]:
-        """The next answer that somebody waits for."""
-        while True:
-            kind, key, value = self._receive(doing, timeout)
-            if key not in self._pending:
-                continue  # of a generation that was left early
-            self._pending.discard(key)
-            if kind == "error":
-                raise EngineError(f"the engine refused {doing.split(' ')[0]}: {value}", where=self._where())
-            return key, value
+    def _call(self, name: str, fields: dict[str, Any]) -> int:
+        """Send a call; returns the key of its answer."""
+        key = next(self._ids)
+        self._send(name, ("call", key, name, fields))
+        return key
 
     def _abandon(self, keys: Any) -> None:
         """Tell a living engine to drop the requests that nobody will read."""
-        if keys and self._process and self._process.poll() is None and self._connection:
-            self._pending -= set(keys)
-            with contextlib.suppress(OSError):
-                self._connection.send(("abort",))
+        if keys:
+            self._messages.put(("abort",))
 
     def _send(self, doing: str, message: Any) -> None:
         if self._connection is None:
             raise EngineDied(f"there is no engine to {doing}: it was not started or has ended", where=self._where())
+        self._messages.put(message)
+
+    def _receive(self, doing: str, timeout: float) -> tuple[str, int, Any]:
+        """The next message."""
+        if not self._arrived(doing, timeout):
+            raise DeadlineExceeded(
+                f"the engine did not answer within {timeout:.0f} s: {doing}{self._tail()}",
+                where=self._where(),
+                next_step="look for the reason in the log; if the engine is only slow, raise rollout.timeout_seconds",
+            )
+        assert self._connection
         try:
-            self._connection.send(message)
-        except OSError:
+            return self._connection.recv()
+        except (EOFError, OSError):
             self._died(doing)
 
-    def _receive(self, doing: str, timeout: float) -> Any:
+    def _arrived(self, doing: str, timeout: float) -> bool:
+        """Wait for a message; False if there is none after `timeout`."""
         if self._connection is None:
             raise EngineDied(f"there is no engine to wait for ({doing})", where=self._where())
         deadline = time.monotonic() + timeout
@@ -174,32 +203,25 @@ class EngineHost:
         while not self._connection.poll(min(POLL_SECONDS, max(0.0, deadline - time.monotonic()))):
             self.poll_hook()
             if time.monotonic() >= deadline:
-                raise DeadlineExceeded(
-                    f"the engine did not answer within {timeout:.0f} s: {doing}",
-                    where=self._where(),
-                    next_step="look for the reason in the log; if the engine is only slow, raise rollout.timeout_seconds",
-                )
-        try:
-            return self._connection.recv()
-        except (EOFError, OSError):
-            self._died(doing)
+                return False
+        return True
 
-    def _died(self, doing: str) -> Any:
+    def _died(self, doing: str) -> NoReturn:
         assert self._process
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(20)
+            self._process.wait(EXIT_SECONDS)
         code, where, tail = self._process.poll(), self._where(), self._tail()
         self._reap()
         raise EngineDied(f"the engine's host process ended with {_reason(code)} during {doing}{tail}", where=where) from None
 
     def _reap(self) -> None:
         """End whatever is left of the host's process group."""
-        if self._connection:
-            self._connection.close()
         if self._process:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            _end_group(self._process.pid)
             self._process.wait()
+        if self._connection:
+            self._messages.put(None)
+            self._connection.close()
         self._process = self._connection = None
 
     def _where(self) -> str:
@@ -217,12 +239,24 @@ class EngineHost:
 
 
 class Flight:
-    """Requests under way on one engine; leaving the context aborts those without an answer."""
+    """Requests under way on an engine, which outlive it; leaving the context aborts those without an answer.
 
-    def __init__(self, engine: EngineHost) -> None:
-        self.engine = engine
-        self.open: set[int] = set()
-        """Keys of the requests without an answer."""
+    When the engine dies, or its scheduler stops to answer, `EngineHost.recover` brings up another one, which gets the requests
+    without an answer again; keyed sampling makes their answers the same.
+    """
+
+    def __init__(self, engine: EngineHost, recovering: bool = True) -> None:
+        self.engine, self.recovering = engine, recovering
+        self._given: dict[int, Output] = {}
+        """Answers of other engines."""
+        self.open: dict[int, Request] = {}
+        """Requests without an answer."""
+        self.refused: dict[int, str] = {}
+        """Why the engine refused a request that was then sent a second time."""
+        self._ping: int | None = None
+        """Key of the ping without an answer."""
+        self._pinged = self._sign = 0.0
+        """When the last ping went out, and the last sign of life since."""
 
     def __enter__(self) -> "Flight":
         return self
@@ -231,29 +265,122 @@ class Flight:
         self.engine._abandon(self.open)
 
     def add(self, requests: Sequence[Request]) -> list[int]:
-        """Send requests; returns their keys. Raises: EngineDied."""
-        keys = [next(self.engine._ids) for _ in requests]
-        self.engine._pending |= set(keys)
-        self.open |= set(keys)
-        self.engine._send("generate", ("generate", list(zip(keys, requests, strict=True))))
-        return keys
+        """Send requests; returns their keys."""
+        added = {next(self.engine._ids): request for request in requests}
+        self.open |= added
+        self._send(added)
+        return list(added)
 
     def ready(self, seconds: float) -> bool:
         """Wait for an answer to be there, at most so long."""
         self.engine.poll_hook()
-        return self.engine._connection is None or self.engine._connection.poll(seconds)
+        return bool(self._given) or self.engine._connection is None or self.engine._connection.poll(seconds)
 
-    def next(self) -> tuple[int, Output]:
-        """The next answer and its request's key.
+    def next(self) -> tuple[int, Output | EngineError]:
+        """The next answer and its request's key; an error if the engine refused the request twice.
 
         Raises:
-            EngineError: a request was refused. EngineDied. DeadlineExceeded: no answer within the engine's time-out.
+            EngineDied, DeadlineExceeded: the engine, where it is not to be started again.
         """
+        since = time.monotonic()
         while True:
-            key, output = self.engine._next(f"generate ({len(self.open)} answers outstanding)", self.engine.timeout)
-            if key in self.open:
-                self.open.discard(key)
-                return key, output
+            try:
+                if answer := self._answer(since):
+                    return answer
+            except (EngineDied, DeadlineExceeded) as error:
+                self._recover(error)
+                since = time.monotonic()
+
+    def _answer(self, since: float) -> tuple[int, Output | EngineError] | None:
+        """An answer, or None for anything else that came or did not come."""
+        for key in self._given.keys() & self.open.keys():
+            self.open.pop(key)
+            return key, self._given.pop(key)
+        doing = f"generate ({len(self.open)} answers outstanding)"
+        self._check(doing, since)
+        if not self.engine._arrived(doing, PING_SECONDS):
+            return None
+        kind, key, value = self.engine._receive(doing, PING_SECONDS)
+        self._alive(key)
+        if key not in self.open:
+            return None
+        if kind == "error":
+            return self._refuse(key, value)
+        self.engine.warm = True
+        self.open.pop(key)
+        return key, value
+
+    def _check(self, doing: str, since: float) -> None:
+        """Ping the scheduler now and then. Raises: DeadlineExceeded if it is silent, or without an answer since too long."""
+        now = time.monotonic()
+        if self._ping is None and now > self._pinged + PING_SECONDS:
+            self._ping, self._pinged, self._sign = self.engine._call("alive", {}), now, now
+        limit = self.engine.pace.limit if self.engine.warm else self.engine.timeout
+        if self._ping is not None and now - self._sign > limit:
+            self.engine.pace.took(now - self._sign)  # should it only be slow, it gets more time henceforth
+            raise DeadlineExceeded(f"the engine's scheduler has been silent for {limit:.0f} s: {doing}{self.engine._tail()}")
+        if now - since > self.engine.timeout:
+            raise DeadlineExceeded(f"no answer within {self.engine.timeout:.0f} s: {doing}{self.engine._tail()}")
+
+    def _alive(self, key: int) -> None:
+        """Any message is a sign of life."""
+        now = time.monotonic()
+        if self._ping is not None:
+            self.engine.pace.took(now - self._sign)
+        self._sign, self._ping = now, None if key == self._ping else self._ping
+
+    def _refuse(self, key: int, reason: str) -> tuple[int, EngineError] | None:
+        """Send the request once more; the second refusal is its answer."""
+        if key in self.refused:
+            request = self.open.pop(key)
+            sample = f"prompt {request.prompt_id}, sample {request.sample_index}"
+            return key, EngineError(f"the engine refused to generate: {reason}", where=f"{sample}, {self.engine._where()}")
+        self.refused[key] = reason
+        self._send({key: self.open[key]})
+        return None
+
+    def _send(self, requests: dict[int, Request]) -> None:
+        try:
+            self.engine._send("generate", ("generate", list(requests.items())))
+        except EngineDied as error:
+            self._recover(error)
+
+    def _recover(self, error: EngineDied | DeadlineExceeded) -> None:
+        """Another engine for all requests without an answer."""
+        recover = self.engine.recover if self.recovering else give_up
+        self._given |= recover(error, self.open)
+        self._ping = None
+        self._send({key: request for key, request in self.open.items() if key not in self._given})
+
+
+def give_up(error: EngineDied | DeadlineExceeded, requests: Mapping[int, Request]) -> dict[int, Output]:
+    raise error
+
+
+def _write(connection: Connection, messages: "queue.SimpleQueue[Any]") -> None:
+    """Send what comes; a host that is stopped would block whoever does this. The reader learns of a broken pipe."""
+    with contextlib.suppress(OSError):
+        while message := messages.get():
+            connection.send(message)
+
+
+def _end_group(leader: int) -> None:
+    """Kill a process group and wait until its members are gone: only then is a GPU's memory free."""
+    end = time.monotonic() + EXIT_SECONDS
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+    while _alive(leader) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _alive(group: int) -> bool:
+    """True if a process of the group is there and no zombie."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, of = file.read_text().rpartition(")")[2].split()[:3]
+            if int(of) == group and state != "Z":
+                return True
+    return False
 
 
 def _reason(code: int | None) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from miles_hpc.config import Config
 from miles_hpc.data import Prompts, Row
-from miles_hpc.errors import DeadlineExceeded, EdgeError
+from miles_hpc.errors import DeadlineExceeded, EdgeError, EngineError
 from miles_hpc.rollout.conversation import Conversations, Generate
 from miles_hpc.rollout.engine import EngineHost, Flight
 from miles_hpc.rollout.ensemble import Ensemble, Rollout
@@ -54,6 +54,8 @@ class Answer:
     output: Output
     text: str
     score: Future[Score]
+    version: int
+    """Of the weights that gave it."""
 
 
 @dataclass(eq=False)
@@ -122,6 +124,8 @@ class Generator:
         self.config, self.engine, self.prompts, self.reward, self.held_out = config, engine, prompts, reward, held_out
         self.judge, self.talk, self.whole = judge or Judge(), talk, whole
         self.timing = Timing()
+        self.version = 0
+        """Of the engine's weights; written on every answer token. It may change on the way, if the engine starts again."""
         self.reward_errors: dict[int, str] = {}
         """Of the last call of `groups`: dropped prompt ids (`rollout.reward_error = "drop"`), each with its first error."""
         self.unwritten: list[Samples] = []
@@ -139,17 +143,17 @@ class Generator:
         Args:
             step: for messages.
             prompt_ids: this engine's share of the step.
-            version: of the engine's weights; written on every answer token.
+            version: of the engine's weights.
             spare: for a prompt id, those to try after it.
 
         Raises:
-            EdgeError: a reward failed and `rollout.reward_error = "fail"`. EngineDied, EngineError, DeadlineExceeded.
+            EdgeError, EngineError: a reward failed, or the engine refused a request twice, and `rollout.reward_error = "fail"`.
+            EngineDied, DeadlineExceeded: the engine, where it is not started again.
         """
-        self.reward_errors = {}
-        self.unwritten = []
+        self.reward_errors, self.unwritten, self.version = {}, [], version
         others = spare or {}
         for group in self._judged([self._group(self.prompts, int(i), spare=others.get(int(i), ())) for i in prompt_ids]):
-            self.unwritten += self._accept(step, group, version)
+            self.unwritten += self._accept(step, group)
             if len(self.unwritten) >= self.config.rollout.flush_groups:
                 yield self._written()
         if self.unwritten:
@@ -159,8 +163,8 @@ class Generator:
         """Greedy answers to every `count`-th held-out prompt from `index` on, at most `eval.prompts` over all engines.
 
         Raises:
-            EdgeError: a reward failed, whatever `rollout.reward_error` says: a mean over the rest would not be comparable.
-            EngineDied, EngineError, DeadlineExceeded.
+            EdgeError, EngineError: whatever `rollout.reward_error` says: a mean over the rest would not be comparable.
+            EngineDied, DeadlineExceeded: the engine, where it is not started again.
         """
         if self.held_out is None:
             return Evaluation(0.0, 0)
@@ -228,7 +232,9 @@ class Generator:
         """The next answer; its score is under way afterwards."""
         key, output = flight.next()
         group, request = under_way.pop(key)
-        group.answers.append(self._score(group, request, output))
+        group.answers.append(
+            _failed(request, output) if isinstance(output, EngineError) else self._score(group, request, output)
+        )
 
     def _take_judged(self, groups: list[Group], filtering: bool) -> list[Group]:
         """Remove the groups that are decided from `groups` and return them; scored ones are given to the judge."""
@@ -250,7 +256,7 @@ class Generator:
             score = self._pool.submit(self.reward, group.prompt, text, group.row.label, metadata, sample)
         else:
             score = self._pool.submit(given, output.reward, self.whole or self.talk or self.reward, sample)
-        return Answer(request, output, text, score)
+        return Answer(request, output, text, score, self.version)
 
     def _wait(self, groups: list[Group], waited: float) -> float:
         """A short wait for scores, whose seconds are returned; a reward that hangs is named."""
@@ -267,14 +273,21 @@ class Generator:
             )
         return time.perf_counter() - started
 
-    def _accept(self, step: int, group: Group, version: int) -> list[Samples]:
-        """The group's samples, or nothing if a reward of it failed and the policy is to drop."""
+    def _accept(self, step: int, group: Group) -> list[Samples]:
+        """The group's samples, or nothing if a request or a reward of it failed and the policy is to drop."""
         if not group.error:
-            return [_samples(group, version)]
-        if self.config.rollout.reward_error == "fail" or not isinstance(group.error, EdgeError):
+            return [_samples(group)]
+        if self.config.rollout.reward_error == "fail" or not isinstance(group.error, EdgeError | EngineError):
             raise group.error
         self.reward_errors[group.prompt_id] = f"step {step}: {group.error}"
         return []
+
+
+def _failed(request: Request, error: EngineError) -> Answer:
+    """In place of an answer that the engine refused to give."""
+    score: Future[Score] = Future()
+    score.set_exception(error)
+    return Answer(request, Output([], [], False), "", score, -1)
 
 
 def _as_samples(group: Group) -> list[Sample]:
@@ -320,7 +333,7 @@ def _timing(groups: list[Group], generate: float, reward: float) -> Timing:
     return Timing(generate, reward, work, sum(sum(answer.output.mask) for answer in answers))
 
 
-def _samples(group: Group, version: int) -> Samples:
+def _samples(group: Group) -> Samples:
     answers = _sorted(group)
     scores = [answer.score.result() for answer in answers]
     names = sorted({name for score in scores for name in score.parts})
@@ -333,7 +346,7 @@ def _samples(group: Group, version: int) -> Samples:
         tokens=_flat([(a.request.tokens, a.output.tokens) for a in answers], np.int32),
         loss_mask=_flat([([0] * len(a.request.tokens), a.output.mask) for a in answers], np.uint8),
         rollout_log_probs=_flat([([0.0] * len(a.request.tokens), a.output.log_probs) for a in answers], np.float32),
-        weight_versions=_flat([([-1] * len(a.request.tokens), _versions(a.output, version)) for a in answers], np.int32),
+        weight_versions=_flat([([-1] * len(a.request.tokens), _versions(a)) for a in answers], np.int32),
         rewards=np.array(_rewards(group), np.float32),
         status=np.array([STOPPED if a.output.stopped else TRUNCATED for a in answers], np.uint8),
         prompts=[group.prompt] * len(answers),
@@ -345,8 +358,8 @@ def _samples(group: Group, version: int) -> Samples:
     )
 
 
-def _versions(output: Output, version: int) -> list[int]:
-    return [version if own else -1 for own in output.mask]
+def _versions(answer: Answer) -> list[int]:
+    return [answer.version if own else -1 for own in answer.output.mask]
 
 
 def _routing(outputs: list[Output]) -> np.ndarray | None:

@@ -9,13 +9,14 @@ from pathlib import Path
 from miles_hpc import evaluation, metrics
 from miles_hpc.config import Config
 from miles_hpc.data import Prompts
-from miles_hpc.errors import Stopped
+from miles_hpc.errors import DeadlineExceeded, EngineDied, Stopped
 from miles_hpc.handover import Borrower
 from miles_hpc.paths import RunPaths
+from miles_hpc.receiver import Receiver
 from miles_hpc.rollout.generate import Generator
+from miles_hpc.rollout.request import Output, Request
 from miles_hpc.samples import store
 from miles_hpc.samples.exchange import FIRST_STEP, Finished, Outbox, Shard
-from miles_hpc.sync import Receiver
 from miles_hpc.world import World
 
 
@@ -37,6 +38,8 @@ class RolloutRole:
     def __post_init__(self) -> None:
         self.steps, self.staleness = self.config.run.steps, self.config.rollout.staleness
         self.board: metrics.Board | None = None
+        if isinstance(self.receiver, Receiver):  # the others' weights cannot be sent in the middle of a step
+            self.generator.engine.recover = self._recover
 
     def start(self) -> int:
         """Hear the first step from the trainer; learn what an earlier attempt has left from it on."""
@@ -100,6 +103,15 @@ class RolloutRole:
             share = self.generator.evaluate(self.world.role_rank, self.world.role_size)
         score = evaluation.Score(version, share.reward_sum, share.prompts, time.monotonic() - started)
         evaluation.send(self.world, score, self.seconds)
+
+    def _recover(self, error: EngineDied | DeadlineExceeded, requests: Mapping[int, Request]) -> dict[int, Output]:
+        """Another engine, in the middle of a generation, with the newest weights; what other engines answered meanwhile."""
+        # After an evaluation the run may be at its end, where nobody would take the question.
+        evaluating = self.clock.heartbeat.phase == "evaluation"
+        assert isinstance(self.receiver, Receiver)
+        answers = self.receiver.recover(error, {} if evaluating else requests)
+        self.generator.version = self.receiver.version
+        return answers
 
     def _report(self, step: int) -> None:
         """What this engine saw, by the first rollout rank."""

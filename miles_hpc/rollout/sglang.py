@@ -246,7 +246,14 @@ async def _flush_cache(manager: Any, fields: dict[str, Any]) -> tuple[bool, str,
     return answer.success, f"flush_cache: {answer}", None
 
 
+async def _alive(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:
+    """Answered by the scheduler between two batches."""
+    await manager.get_internal_state()
+    return True, "", None
+
+
 CALLS = {
+    "alive": _alive,
     "init_weights_update_group": _init_group,
     "destroy_weights_update_group": _destroy_group,
     "update_weights_from_distributed": _update,

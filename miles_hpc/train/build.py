@@ -7,12 +7,13 @@ import warnings
 from miles_hpc.archive import Archive
 from miles_hpc.checkpoint import Checkpoints
 from miles_hpc.config import Config
+from miles_hpc.group import open_store
 from miles_hpc.handover import Lender
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.metrics import Clock
 from miles_hpc.paths import RunPaths
 from miles_hpc.stop import Stop
-from miles_hpc.sync import Sender, open_store
+from miles_hpc.sync import Sender
 from miles_hpc.train.role import TrainRole
 from miles_hpc.train.trainer import Trainer
 from miles_hpc.transport import Carrier, Shipper
@@ -48,7 +49,7 @@ def _sender(
     if config.rollout.weight_transport:
         carrier, name = Carrier.of(config, paths), paths.attempt(attempt).name
         return Shipper(world, trainer, folder, heartbeat, seconds, exact, carrier, name)
-    return Sender(world, trainer, folder, heartbeat, seconds, exact)
+    return Sender(world, trainer, folder, heartbeat, seconds, config.rollout.timeout_seconds, exact)
 
 
 def _store(world: World, seconds: float):

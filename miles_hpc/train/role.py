@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from miles_hpc.config import Config
 from miles_hpc.errors import Stopped
 from miles_hpc.handover import Lender
 from miles_hpc.paths import RunPaths
+from miles_hpc.rollout.restarts import DEATH
 from miles_hpc.samples import store
 from miles_hpc.samples.exchange import FIRST_STEP, Collected, Inbox
 from miles_hpc.samples.schema import Samples
@@ -89,7 +90,7 @@ class TrainRole:
         if self.lead:
             speed = report.size * len(self.world.rollout) / max(report.seconds, 1e-9) / 1e9
             self._event("sync", version=version, seconds=report.seconds, bytes=report.size, digests=report.digests)
-            self.figures |= {"sync/seconds": report.seconds, "sync/gb_per_s": speed}
+            self.figures |= {"sync/seconds": report.seconds, "sync/gb_per_s": speed, "sync/given_up": float(report.given_up)}
         if evaluation.due(self.config, version):
             self._evaluate(version)
 
@@ -168,6 +169,7 @@ class TrainRole:
         trained = self.figures["train/tokens"] / max(seconds["train"], 1e-9)
         generated = self.generation["tokens"] / max(seconds["rollout"], 1e-9)
         self.figures |= {"speed/train_tokens_per_s": trained, "speed/rollout_tokens_per_s": generated}
+        self.figures["engine/restarts"] = float(self._restarts())
         now = time.monotonic()
         total, self.mark = now - self.mark, now
         self.longest_step = total if math.isinf(self.longest_step) else max(total, self.longest_step)
@@ -182,6 +184,7 @@ class TrainRole:
         with self.clock("export", self.steps):
             self.trainer.export(self.paths.export)
         if self.lead:
+            self._restarts()  # since the last step's report
             self._event("export", path=str(self.paths.export))
             self.board.close()
 
@@ -227,24 +230,20 @@ class TrainRole:
 
     def _evaluate(self, version: int) -> None:
         """The last one decides whether the run is done, so all must know if it was left."""
-        left = False
-        if self.lead:
-            with self.clock("evaluation", version):
-                scores = evaluation.Scores(self.world)
-                left = self._await(scores, f"the evaluation of weights {version}")
-            if not left:
-                score = scores.sum
-                self._event("eval", step=version, accuracy=score.mean, prompts=score.prompts, seconds=score.seconds)
-                self.board.scalars(version, {"eval/reward": score.mean})
+        with self.clock("evaluation", version):
+            scores = evaluation.Scores(self.world)
+            left = self._await(scores, f"the evaluation of weights {version}")
+        if self.lead and not left:
+            score = scores.sum
+            self._event("eval", step=version, accuracy=score.mean, prompts=score.prompts, seconds=score.seconds)
+            self.board.scalars(version, {"eval/reward": score.mean})
         if version == self.steps:
             self._stops(left)
 
     def _await(self, box: Box, what: str) -> bool:
-        """On the first training rank: wait until `box` is complete; True if it is time to leave instead."""
-        if not self.lead:
-            return False
+        """Wait until the first rank's `box` is complete; there, True if it is time to leave instead."""
         leaving = Leaving(box, self._due)
-        self.world.until(lambda: leaving.complete or (leaving.take() and leaving.complete), self.seconds, what)
+        self.sender.serve(leaving, what)
         return leaving.left
 
     def _due(self) -> bool:
@@ -269,6 +268,13 @@ class TrainRole:
         """Seconds that the last save of an earlier attempt took; 0 if there was none."""
         saves = [e["seconds"] for e in self.events.read() if e.get("event") == "checkpoint"] if self.lead else []
         return float(saves[-1]) if saves else 0.0
+
+    def _restarts(self) -> int:
+        """How many engines were started again since the last call; each is an event."""
+        deaths = list(iter(lambda: self.world.take(DEATH), None))
+        for death in deaths:
+            self._event("engine_restart", **asdict(death))
+        return len(deaths)
 
     def _phases(self) -> dict[str, float]:
         """Seconds of the step by phase; what the trainer waited beyond generation and reward is `wait`."""

@@ -56,7 +56,7 @@ def _syncs(folder: Path) -> list[dict[str, Any]]:
 
 def _broadcast(size: int) -> float:
     """Median seconds of the sender, from before the first bucket to the receiver's answer."""
-    from miles_hpc.sync import BUCKET_MIB
+    from miles_hpc.buckets import BUCKET_MIB
 
     bucket = BUCKET_MIB["cpu"] << 20
     with tempfile.TemporaryDirectory() as folder:

@@ -53,7 +53,7 @@ def config(folder: Path, numerics: str) -> Config:
 class Host(EngineHost):
     """With one of MODES."""
 
-    module = "gpu_host"
+    program = ("-m", "gpu_host")
 
     def __init__(self, folder: Path, mode: str, log: Path) -> None:
         numerics, self.more = MODES[mode]

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from miles_hpc import data, device
+from miles_hpc.buckets import flatten
 from miles_hpc.config import Config, dump
 from miles_hpc.errors import DeadlineExceeded, EngineDied, EngineError
 from miles_hpc.handover import handle
@@ -26,7 +27,6 @@ from miles_hpc.rollout.generate import Generator
 from miles_hpc.rollout.request import Output, Request
 from miles_hpc.rollout.reward import Reward
 from miles_hpc.samples.schema import Samples
-from miles_hpc.sync import flatten
 
 pytestmark = pytest.mark.engine
 NEW = 32

@@ -46,10 +46,13 @@ def run(folder: Path, *settings: str) -> RunPaths:
     return paths
 
 
+def events(paths: RunPaths) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in paths.events.read_text().splitlines()]
+
+
 def metrics(paths: RunPaths) -> list[dict[str, Any]]:
     """Of every step."""
-    events = [json.loads(line) for line in paths.events.read_text().splitlines()]
-    return [event["metrics"] for event in events if event["event"] == "step"]
+    return [event["metrics"] for event in events(paths) if event["event"] == "step"]
 
 
 def logs(paths: RunPaths) -> str:

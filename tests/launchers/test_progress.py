@@ -41,6 +41,11 @@ def test_refused_groups_are_on_the_line(tmp_path):
     assert progress_of(tmp_path, 1).line() == "step 1/1  reward 0.400  refused 3  rollout 1.2 s  train 0.5 s"
 
 
+def test_engines_that_were_started_again_are_on_the_line(tmp_path):
+    write(tmp_path, {"event": "engine_restart", "rank": 1, "error": "gone"}, step(0, 1.0))
+    assert "engine restarts 1" in progress_of(tmp_path, 1).line()
+
+
 def test_a_half_written_line_does_not_count(tmp_path):
     write(tmp_path, step(0, 1.0), tail='{"event": "st')
     assert progress_of(tmp_path, 1).line() == "step 1/1  reward 0.400  rollout 1.2 s  train 0.5 s"

@@ -14,6 +14,7 @@ KEYS = [
     "state",
     "steps",
     "attempts",
+    "engine_restarts",
     "reward_first",
     "reward_last",
     "eval_first",
@@ -49,6 +50,7 @@ def test_keys_and_figures_of_a_done_run(make_run, capsys):
     assert found["reward_first"] == pytest.approx(np.mean(rewards[:5]))
     assert found["reward_last"] == pytest.approx(np.mean(rewards[-5:]))
     assert found["state"] == "done" and found["steps"] == 12 and found["attempts"] == 1
+    assert found["engine_restarts"] == 0
     assert found["samples"] == 12 * 8 and found["prompts_lost"] == 0 and found["prompts_duplicated"] == 0
     assert (found["eval_first"], found["eval_last"]) == (0.2, 0.7)
     assert 0 < found["logp_abs_diff_mean"] < found["logp_abs_diff_max"] < 1e-5

@@ -13,15 +13,12 @@ from pathlib import Path
 from miles_hpc import config, loop
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.paths import RunPaths
-from miles_hpc.sync import GROUP
 from miles_hpc.world import World, connect
 
 PATIENCE_SECONDS = 1800
 
 
 def train(world: World, folder: Path, runs: list[dict]) -> None:
-    import torch.distributed as dist
-
     from miles_hpc.train.build import build
 
     for run in runs:
@@ -33,7 +30,7 @@ def train(world: World, folder: Path, runs: list[dict]) -> None:
         _keep_first(role, paths)
         assert loop.train(role) == "done"
         world.barrier(PATIENCE_SECONDS)
-        dist.destroy_process_group(role.sender.group)
+        role.sender.close()
         role.trainer.close()
 
 
@@ -58,7 +55,7 @@ def rollout(world: World, folder: Path, runs: list[dict], engine) -> None:
         heartbeat = Heartbeat(paths.heartbeat(world.rank), "rollout", world.rank, 1)
         role = build(config.read(paths.config), paths, world, 1, heartbeat, engine)
         assert loop.rollout(role) == "done"
-        engine.call("destroy_weights_update_group", group_name=GROUP)
+        role.receiver.close()
         world.barrier(PATIENCE_SECONDS)
 
 

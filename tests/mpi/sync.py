@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,9 +20,11 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 
 from miles_hpc.digest import digest
 from miles_hpc.errors import MilesError
+from miles_hpc.fused import Fused
 from miles_hpc.handover import Borrower, Lender
 from miles_hpc.heartbeat import Heartbeat
-from miles_hpc.sync import GROUP, Fused, Receiver, Sender
+from miles_hpc.receiver import Receiver
+from miles_hpc.sync import Sender
 from miles_hpc.transport import Carrier, Shipper, Unpacker
 from miles_hpc.world import connect
 
@@ -42,6 +45,8 @@ class Trainer:
 class Engine:
     """Takes broadcasts into plain tensors; with mode `flipped` one element of one of them is lost."""
 
+    ended = False
+
     def __init__(self, mode: str) -> None:
         self.mode, self.held, self.group = mode, {}, None
         self.calls: list[str] = []
@@ -54,7 +59,7 @@ class Engine:
         store = PrefixStore(group_name, dist.TCPStore(master_address, master_port, is_master=False))
         limit = timedelta(seconds=60)
         self.group, _ = _new_process_group_helper(
-            world_size, rank_offset, [], Backend(backend), store, group_name=GROUP, backend_options=None, timeout=limit
+            world_size, rank_offset, [], Backend(backend), store, group_name=group_name, backend_options=None, timeout=limit
         )
         _world.pg_group_ranks[self.group] = {i: i for i in range(world_size)}
 
@@ -122,7 +127,7 @@ def main() -> None:
     try:
         if role == "train":
             trainer = Trainer(Path(folder), mode)
-            sender: Any = Sender
+            sender: Any = partial(Sender, first=60)
             if workers:
                 sender = partial(Lender, exact=False, per_engine=workers)
             if files:
@@ -140,7 +145,7 @@ def main() -> None:
             elif workers:
                 receiver = Borrower(world, engine, workers, heartbeat, 60)
             else:
-                receiver = Receiver(world, engine, 1, "gloo", heartbeat, 60)
+                receiver = Receiver(world, engine, SimpleNamespace(), 1, "gloo", heartbeat, 60)
             Path(folder, f"took-{world.rank}").write_text(str([receiver.receive(version) for version in range(3)]))
     except MilesError as error:
         Path(folder, f"refused-{role}").write_text(str(error))  # what is printed just before an abort may be lost

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from miles_hpc import sync
+from miles_hpc import buckets, fused
 from miles_hpc.digest import digest
 from miles_hpc.errors import WorldError
 from miles_hpc.examples import arithmetic
@@ -58,7 +58,7 @@ def test_bytes_that_a_transport_loses_are_named(mpi, model):
 
 
 def engine_tensors(model) -> set[str]:
-    return {sync.engine_tensor(name)[0] for name in load_file(model / "model.safetensors")}
+    return {fused.engine_tensor(name)[0] for name in load_file(model / "model.safetensors")}
 
 
 @pytest.mark.parametrize("way", ["", "1", "files"], ids=["broadcast", "lent", "files"])
@@ -77,7 +77,7 @@ def test_what_the_engine_would_not_notice_is_named(mpi, model, mode, named, way)
 
 
 def test_parts_of_a_joined_tensor_lie_in_the_engines_order():
-    joined = sync.Fused()
+    joined = fused.Fused()
     tensors = {f"model.layers.0.mlp.experts.{e}.{p}_proj.weight": torch.randn(3, 4) for e in (1, 0) for p in ("up", "gate")}
     for name, tensor in tensors.items():
         joined.add(name, tensor)
@@ -87,18 +87,18 @@ def test_parts_of_a_joined_tensor_lie_in_the_engines_order():
 
 
 def test_buckets_keep_the_order_and_the_limit(monkeypatch):
-    monkeypatch.setitem(sync.BUCKET_MIB, "cpu", 1)
+    monkeypatch.setitem(buckets.BUCKET_MIB, "cpu", 1)
     named = [(str(i), torch.zeros(size)) for i, size in enumerate([100_000, 200_000, 300_000, 10, 10])]
-    found = [[name for name, _ in bucket] for bucket in sync.buckets(named)]
+    found = [[name for name, _ in bucket] for bucket in buckets.buckets(named)]
     assert [name for names in found for name in names] == list("01234")
-    for bucket in sync.buckets(named):
+    for bucket in buckets.buckets(named):
         assert len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= 1 << 20
 
 
 def test_checkpoint_shapes_come_from_all_files(tmp_path):
     save_file({"a": torch.zeros(2, 3)}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"b": torch.zeros(5)}, tmp_path / "model-00002-of-00002.safetensors")
-    assert sync.checkpoint_shapes(tmp_path) == {"a": (2, 3), "b": (5,)}
+    assert buckets.checkpoint_shapes(tmp_path) == {"a": (2, 3), "b": (5,)}
 
 
 def test_an_engine_away_from_its_training_ranks_is_refused():

@@ -8,6 +8,7 @@ import numpy as np
 
 from miles_hpc.config import Config
 from miles_hpc.data import Prompts, Row
+from miles_hpc.errors import EngineError
 from miles_hpc.rollout.generate import Generator
 from miles_hpc.rollout.request import Output, Request
 from miles_hpc.rollout.reward import Reward
@@ -49,7 +50,7 @@ class Flight:
     def ready(self, seconds: float) -> bool:
         return True
 
-    def next(self) -> tuple[int, Output]:
+    def next(self) -> tuple[int, Output | EngineError]:
         key = self.engine.random.choice(sorted(self.open))
         return key, self.engine.answer(self.open.pop(key))
 
@@ -59,6 +60,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
+        self.refused: set[int] = set()
+        """Prompt ids whose requests are refused."""
         self.random = random.Random(0)
         self.records = False
         """Whether answers carry experts: of each token but the last its own id, twice in three layers."""
@@ -70,7 +73,9 @@ class Engine:
         self.requests = []
         return Flight(self)
 
-    def answer(self, request: Request) -> Output:
+    def answer(self, request: Request) -> Output | EngineError:
+        if request.prompt_id in self.refused:
+            return EngineError("the engine refused to generate: out of memory", where=f"prompt {request.prompt_id}")
         index = request.sample_index
         tokens = [ord(letter) for letter in f"{index}"] + [0] * (index % 2 == 0)
         routing = self.routing([*request.tokens, *tokens]) if self.records else None

@@ -109,6 +109,13 @@ def test_bad_generate_functions_are_named(talk: Any, what: str) -> None:
     assert "rollout.generate (prompt 3, sample " in caught.value.what and "conversation.py:" in caught.value.where
 
 
+def test_a_conversation_whose_request_the_engine_refuses_drops_its_group_alone() -> None:
+    source = talking(two_turns, reward_error="drop")
+    source.engine.refused = {3}
+    samples = Samples.concat(list(source.groups(0, [1, 3], version=0)))
+    assert set(samples.prompt_ids) == {1} and "out of memory" in source.reward_errors[3]
+
+
 def test_a_tool_that_hangs_is_named() -> None:
     async def hangs(sample: Sample, engine: Any) -> Sample:
         await asyncio.sleep(60)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rollout_parts import by_index, generator
 
-from miles_hpc.errors import DeadlineExceeded, EdgeError
+from miles_hpc.errors import DeadlineExceeded, EdgeError, EngineError
 from miles_hpc.rollout.generate import Generator
 from miles_hpc.rollout.request import Output, Request
 from miles_hpc.samples.schema import Samples
@@ -48,6 +48,38 @@ def test_components_of_a_reward_are_kept() -> None:
     samples = Samples.concat(list(generator(parts).groups(0, [4], version=0))).sorted()
     assert samples.reward_parts["finished"].tolist() == [1, 0, 1]
     assert samples.reward_parts["n"].tolist() == [4, 4, 4]
+
+
+def test_a_group_whose_request_the_engine_refuses_is_dropped_alone_and_counted() -> None:
+    source: Any = generator(by_index, reward_error="drop")
+    source.engine.refused = {3}
+    samples = Samples.concat(list(source.groups(2, [1, 3, 4], version=0)))
+    assert set(samples.prompt_ids) == {1, 4} and len(samples) == 6
+    assert list(source.reward_errors) == [3] and "step 2: the engine refused" in source.reward_errors[3]
+
+
+def test_a_refused_request_ends_the_run_where_errors_do() -> None:
+    source: Any = generator(by_index, reward_error="fail")
+    source.engine.refused = {3}
+    with pytest.raises(EngineError, match="out of memory"):
+        list(source.groups(0, [1, 3], version=0))
+    source.engine.refused = {2}
+    with pytest.raises(EngineError):
+        source.evaluate()
+
+
+def test_answers_carry_the_version_of_the_engine_that_gave_them() -> None:
+    source: Any = generator(by_index)
+    answer, left = source.engine.answer, iter(range(15))
+
+    def starts_again(request: Request) -> Output:
+        source.version = 7 if next(left) < 5 else 8
+        return answer(request)
+
+    source.engine.answer = starts_again
+    samples = Samples.concat(list(source.groups(0, [0, 1, 2, 3, 4], version=7)))
+    versions = samples.weight_versions[samples.offsets[1:] - 1]
+    assert sorted(versions) == [7] * 5 + [8] * 10
 
 
 def fails_on(wanted: str, result: Any) -> Callable[..., Any]:

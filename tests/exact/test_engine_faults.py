@@ -1,0 +1,71 @@
+"""Engines that die or hang in the middle of a run, on real parts: same attempt, nothing lost, the same weights bit for bit."""
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+from runs import digest, events, logs, run
+
+from miles_hpc.launchers import audit, report
+from miles_hpc.paths import RunPaths
+
+pytestmark = pytest.mark.engine
+SMALL = ["run.steps=4", "rollout.max_new_tokens=24", "eval.prompts=8", "data.eval=miles_hpc.examples.arithmetic:prompts"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder) -> RunPaths:
+    return run(folder / "undisturbed", *SMALL)
+
+
+def disturbed(folder: Path, *settings: str) -> tuple[RunPaths, list[str]]:
+    """A run with one engine's scheduler killed while it generates, and another's, or the next, stopped later."""
+    done: list[str] = []
+
+    def disturb() -> None:
+        paths = RunPaths(folder / "run")
+        for step, number, act in ((0, -1, psutil.Process.kill), (2, 0, psutil.Process.suspend)):
+            act(generating(paths, step, number))
+            done.append(act.__name__)
+
+    thread = threading.Thread(target=disturb, daemon=True)
+    thread.start()
+    return run(folder, *SMALL, *settings), done
+
+
+def generating(paths: RunPaths, step: int, number: int, seconds: float = 300) -> psutil.Process:
+    """The scheduler of a rollout rank that generates a step after `step`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        beats = [json.loads(f.read_text()) for f in sorted(paths.heartbeat(0).parent.glob("rank-*.json"))]
+        ranks = [beat for beat in beats if beat["role"] == "rollout"]
+        if ranks and ranks[number]["phase"] == "rollout" and ranks[number]["step"] > step:
+            children = psutil.Process(ranks[number]["pid"]).children(recursive=True)
+            return next(child for child in children if "scheduler" in child.name())
+        time.sleep(0.005)
+    raise AssertionError(logs(paths))
+
+
+@pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_a_killed_and_a_stopped_engine_change_nothing(folder, undisturbed, engines):
+    paths, done = disturbed(folder / f"disturbed-{engines}", f"slurm.rollout.ranks_per_node={engines}")
+    assert done == ["kill", "suspend"]
+    found = report.compute(paths.folder)
+    assert (found.state, found.attempts, found.engine_restarts) == ("done", 1, 2), logs(paths)
+    assert audit.audit(paths.folder) == 0
+    assert digest(paths) == digest(undisturbed)
+    restarts = [event for event in events(paths) if event["event"] == "engine_restart"]
+    assert "ended" in restarts[0]["error"]
+    assert any(words in restarts[1]["error"] for words in ("silent", "did not answer"))
+    assert sum(e["metrics"]["engine/restarts"] for e in events(paths) if e["event"] == "step") == 2

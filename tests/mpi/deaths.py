@@ -1,0 +1,125 @@
+"""deaths.py ROLE SIZE FOLDER: weights from training ranks to engines, and answers from engines that have them.
+
+The program of the engine is replaced by `engine.py`; host, restarts, flights, receiver and sender are the real ones. Version v
+is the checkpoint plus v + 1, so that an engine that answers with what it was started with is found out.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from miles_hpc import pace, receiver
+from miles_hpc.config import Config
+from miles_hpc.errors import MilesError
+from miles_hpc.heartbeat import Heartbeat
+from miles_hpc.receiver import Receiver
+from miles_hpc.rollout.engine import EngineHost
+from miles_hpc.rollout.request import Request
+from miles_hpc.rollout.restarts import DEATH, Restarts
+from miles_hpc.sync import Sender
+from miles_hpc.world import World, connect
+
+VERSIONS, REQUESTS, ANSWERS, SECONDS = 4, 6, 99, 60.0
+
+
+class Trainer:
+    def __init__(self, folder: Path) -> None:
+        self.tensors, self.version = load_file(folder / "model.safetensors"), 0
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in self.tensors.items():
+            yield name, tensor + self.version + 1
+            dist.barrier()  # whole weights are gathered from all training ranks
+
+
+class Box:
+    """Answers of one version."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.found = world, []
+
+    @property
+    def complete(self) -> bool:
+        return len(self.found) == REQUESTS * len(self.world.rollout)
+
+    def take(self) -> bool:
+        answers = self.world.take(ANSWERS)
+        self.found += answers or []
+        return answers is not None
+
+
+class Engine(EngineHost):
+    program = (str(Path(__file__).with_name("engine.py")),)
+
+
+def train(world: World, folder: Path, heartbeat: Heartbeat) -> None:
+    trainer = Trainer(folder)
+    sender = Sender(world, trainer, folder, heartbeat, SECONDS, 5.0)
+    steps = []
+    for trainer.version in range(VERSIONS):
+        report = sender.send(trainer.version, stop=trainer.version == VERSIONS - 1)
+        box = Box(world)
+        sender.serve(box, "answers")
+        steps.append({"size": report.size, "digests": report.digests, "given_up": report.given_up, "answers": box.found})
+    sender.close()
+    deaths = [death.__dict__ for death in iter(lambda: world.take(DEATH), None)]
+    if world.leads:
+        (folder / "told").write_text(json.dumps({"steps": steps, "deaths": deaths, "rounds": sender.round.number}))
+
+
+def rollout(world: World, folder: Path, heartbeat: Heartbeat) -> None:
+    os.environ["RANK"] = str(world.rank)
+    engine = Engine(config(folder), folder, folder / f"engine-{world.rank}.log", heartbeat.beat)
+    restarts = Restarts(engine, world, heartbeat, SECONDS, "look")
+    engine.start()
+    restarts.ready()
+    receiving = Receiver(world, engine, restarts, 1, "gloo", heartbeat, SECONDS)
+    engine.recover = receiving.recover
+    going_on = []
+    for version in range(VERSIONS):
+        going_on.append(receiving.receive(version))
+        assert receiving.version == version
+        with engine.flight() as flight:
+            keys = flight.add([Request([1], prompt, world.rank, 4) for prompt in range(REQUESTS)])
+            answers = []
+            while flight.open:
+                key, output = flight.next()
+                answers.append([world.rank, keys.index(key), *output.tokens])
+        world.send(answers, world.train[0], ANSWERS, SECONDS, "answers to be taken")
+    (folder / f"took-{world.rank}").write_text(str(going_on))
+    engine.shutdown()
+
+
+def config(folder: Path) -> Config:
+    sections = {"run": {"name": "t", "steps": 1}, "model": {"path": str(folder)}, "data": {"prompts": "a:b"}}
+    rollout = {"prompts_per_step": 1, "samples_per_prompt": 2, "max_new_tokens": 4, "reward": "a:b", "timeout_seconds": 30.0}
+    return Config.model_validate(sections | {"train": {"lr": 0.1}, "rollout": rollout})
+
+
+def main() -> None:
+    role, size, where = sys.argv[1:]
+    folder = Path(where)
+    pace.LEAST_SECONDS = receiver.GRACE_SECONDS = 2.0
+    world = connect(role, int(size), lambda: None)
+    heartbeat = Heartbeat(folder / f"beat-{world.rank}.json", role, world.rank, 1)
+    try:
+        if role == "train":
+            store = dist.FileStore(f"{folder}/group")
+            dist.init_process_group("gloo", store=store, rank=world.role_rank, world_size=world.role_size)
+            train(world, folder, heartbeat)
+        else:
+            rollout(world, folder, heartbeat)
+    except MilesError as error:
+        Path(folder, f"refused-{role}").write_text(str(error))  # what is printed just before an abort may be lost
+        world.abort(1)
+    world.end(SECONDS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Engines that die or hang, in a real MPI world with real gloo groups: nobody blocks, and nobody answers with old weights."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+from miles_hpc.examples import arithmetic
+
+pytestmark = pytest.mark.mpi
+VERSIONS, REQUESTS = 4, 6
+
+
+@pytest.fixture
+def model(tmp_path):
+    arithmetic.model(tmp_path, seed=0)
+    return tmp_path
+
+
+def told(model) -> dict:
+    return json.loads((model / "told").read_text())
+
+
+def answered_by_every_version(model, rollout: list[int]) -> bool:
+    """Every request has one answer, given by an engine that held the right version."""
+    weight = load_file(model / "model.safetensors")["model.norm.weight"]
+    for version, step in enumerate(told(model)["steps"]):
+        value = round((weight + version + 1).sum().item())
+        if sorted(a[:3] for a in step["answers"]) != [[rank, i, value] for rank in rollout for i in range(REQUESTS)]:
+            return False
+    return True
+
+
+def test_without_a_fault_every_version_reaches_every_engine(mpi, model):
+    done = mpi("deaths", train=2, rollout=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    size = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
+    steps = told(model)["steps"]
+    assert [step["size"] for step in steps] == [size] * VERSIONS
+    assert {step["digests"] for step in steps} == {2 * 21}
+    assert [(model / f"took-{rank}").read_text() for rank in (2, 3)] == ["[True, True, True, False]"] * 2
+    assert answered_by_every_version(model, [2, 3])
+    assert (told(model)["rounds"], told(model)["deaths"]) == (VERSIONS, [])
+
+
+@pytest.mark.parametrize(
+    ("fault", "given_up"),
+    [
+        ("init_weights_update_group 1 SIGKILL", 1),  # before the first weights
+        ("update_weights_from_distributed 2 SIGKILL", 1),
+        ("update_weights_from_distributed 2 SIGSTOP", 1),
+        ("flush_cache 2 SIGKILL", 1),
+        ("checksum 2 SIGSTOP", 1),
+        ("answer 9 SIGKILL", 0),  # in a generation
+        ("answer 9 SIGSTOP", 0),
+        ("answer 24 SIGKILL", 0),  # with the last weights
+    ],
+)
+def test_an_engine_that_dies_or_hangs_starts_again_with_the_newest_weights(mpi, model, fault, given_up):
+    (model / "fault-3").write_text(fault)
+    done = mpi("deaths", train=2, rollout=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not (model / "fault-3").exists()
+    assert answered_by_every_version(model, [2, 3])
+    assert [death["rank"] for death in told(model)["deaths"] if death["rank"] == 3] == [3]
+    helped = [a for step in told(model)["steps"] for a in step["answers"] if a[0] == 3 and a[3] == 2]
+    assert len(helped) == (4 if fault.startswith("answer 9") else 0)  # by the engine with nothing to do
+    assert sum(step["given_up"] for step in told(model)["steps"]) == given_up

@@ -1,0 +1,118 @@
+"""Requests that outlive their engine, with the engine's program replaced by `host.py`."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+sys.path.append(str(Path(__file__).parent))
+from host import DIES, REFUSED, REFUSED_ONCE, STOPS
+from rollout_parts import config
+
+from miles_hpc import pace
+from miles_hpc.errors import DeadlineExceeded, EngineDied, EngineError
+from miles_hpc.heartbeat import Heartbeat
+from miles_hpc.rollout.engine import EngineHost
+from miles_hpc.rollout.request import Output, Request
+from miles_hpc.rollout.restarts import Restarts
+
+
+class Engine(EngineHost):
+    program = (str(Path(__file__).with_name("host.py")),)
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    monkeypatch.setattr(pace, "LEAST_SECONDS", 1.0)
+    (tmp_path / "config.json").write_text('{"eos_token_id": 0}')
+    host = Engine(config(timeout_seconds=20.0), tmp_path, tmp_path / "engine.log")
+    host.start()
+    host.wait_ready()
+    yield host
+    host.shutdown()
+
+
+def requests(*prompts: int, length: int = 1) -> list[Request]:
+    return [Request([1] * length, prompt, 0, 4) for prompt in prompts]
+
+
+def answered(engine: EngineHost, wanted: list[Request]) -> dict[int, Output | EngineError]:
+    """By prompt; every request has exactly one answer."""
+    with engine.flight() as flight:
+        prompts = dict(zip(flight.add(wanted), (request.prompt_id for request in wanted), strict=True))
+        found: dict[int, Output | EngineError] = {}
+        while flight.open:
+            key, output = flight.next()
+            assert prompts[key] not in found
+            found[prompts[key]] = output
+    assert set(found) == set(prompts.values())
+    return found
+
+
+def starting_again(engine: Engine, seen: list[Exception]) -> Any:
+    def recover(error: Exception, requests: Mapping[int, Request]) -> dict[int, Output]:
+        seen.append(error)
+        engine.start()
+        engine.wait_ready()
+        return {}
+
+    return recover
+
+
+def test_a_request_that_is_refused_once_is_answered_and_one_that_is_refused_twice_is_named(engine: Engine) -> None:
+    found = answered(engine, requests(1, REFUSED_ONCE, 2, REFUSED, 3))
+    error = found.pop(REFUSED)
+    assert isinstance(error, EngineError) and "out of memory" in error.what and f"prompt {REFUSED}" in error.where
+    assert all(isinstance(output, Output) and output.tokens[0] == prompt for prompt, output in found.items())
+
+
+def test_the_answers_of_a_dead_engine_stay_and_the_rest_is_asked_again(engine: Engine) -> None:
+    seen: list[Exception] = []
+    engine.recover, first = starting_again(engine, seen), engine.pid
+    found = answered(engine, requests(1, 2, DIES, 3))
+    assert [output.tokens for output in found.values()][:2] == [[1, first], [2, first]]
+    assert found[DIES].tokens == [DIES, engine.pid] and found[3].tokens == [3, engine.pid] and engine.pid != first
+    assert len(seen) == 1 and "SIGKILL" in str(seen[0]) and "the host is up" in str(seen[0])
+
+
+def test_an_engine_that_stops_is_found_by_its_silence_and_nothing_of_it_is_left(engine: Engine) -> None:
+    seen: list[Exception] = []
+    engine.recover = starting_again(engine, seen)
+    answered(engine, requests(*range(20)))  # warm: the deadline fits from now on
+    old = [psutil.Process(engine.pid), *psutil.Process(engine.pid).children()]
+    found = answered(engine, requests(1, STOPS, 2))
+    assert found[STOPS].tokens[1] == engine.pid
+    assert isinstance(seen[0], DeadlineExceeded) and "silent for 1 s" in str(seen[0])
+    assert not psutil.wait_procs(old, timeout=5)[1]
+
+
+def test_requests_to_a_stopped_engine_do_not_block_their_sender(engine: Engine) -> None:
+    polls: list[int] = []
+    psutil.Process(engine.pid).suspend()
+    engine.timeout, engine.poll_hook = 1.0, lambda: polls.append(1)
+    with pytest.raises(DeadlineExceeded):
+        answered(engine, requests(*range(100), length=10_000))
+    assert len(polls) > 1  # a blocked sender would neither poll nor raise
+
+
+def test_without_recovery_the_death_is_raised(engine: Engine) -> None:
+    with pytest.raises(EngineDied, match="SIGKILL"):
+        answered(engine, requests(DIES))
+
+
+def test_repeated_deaths_end_it_with_the_log_and_what_to_type(engine: Engine, tmp_path: Path) -> None:
+    told: list[Any] = []
+    world: Any = SimpleNamespace(rank=1, train=(0,), send=lambda value, *_: told.append(value))
+    restarts = Restarts(engine, world, Heartbeat(tmp_path / "beat.json", "rollout", 1, 1), 5.0, "miles-submit logs R")
+    for version in (0, 9):  # far apart
+        restarts.version = version
+        restarts.again(EngineDied("first"))
+    restarts.again(EngineDied("second"))
+    with pytest.raises(EngineDied, match="3 times within 5 versions") as caught:
+        restarts.again(EngineDied("third\nlast lines of its log:\n  the host is up"))
+    assert "the host is up" in str(caught.value) and caught.value.next_step == "miles-submit logs R"
+    assert [death.version for death in told] == [0, 9, 9] and all(death.seconds > 0 for death in told)
