@@ -56,6 +56,7 @@ class Watchdog:
     def start(self) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = self._file.open("a", encoding="utf-8")  # now: a blocked interpreter cannot open it
+        self._arm()
         self._thread.start()
 
     def stop(self) -> None:
@@ -69,12 +70,15 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._over.wait(self.interval):
-            # A thread of C, which a blocked interpreter does not hold up.
-            faulthandler.dump_traceback_later(self.watch.limits.silent / 2, file=self._stacks)
+            self._arm()
             self.heartbeat.beat()
             if self.watching:
                 self._look()
             self._obey()
+
+    def _arm(self) -> None:
+        """Have the stacks written unless this comes again in time: by a thread of C, which a blocked interpreter does not hold up."""
+        faulthandler.dump_traceback_later(self.watch.limits.silent / 2, file=self._stacks)
 
     def _look(self) -> None:
         """A look at all ranks. Time in which this rank itself did not look does not count, nor while its own heartbeat does not
