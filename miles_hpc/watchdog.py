@@ -77,7 +77,7 @@ class Watchdog:
             self._obey()
 
     def _arm(self) -> None:
-        """Stacks are written unless this comes again in time: by a thread of C, which a blocked interpreter does not hold up."""
+        """Stacks are written if this does not come again in time: by C, which a blocked interpreter does not hold up."""
         faulthandler.dump_traceback_later(self.watch.limits.silent / 2, file=self._stacks)
 
     def _look(self) -> None:
