@@ -154,8 +154,13 @@ def death(name: str, rank: int, phase: str, how: Callable[[Subject, int], None] 
     return Fault(name, "world", rank, phase, how, verdict, abrupt=True, copied=how is kill_midway)
 
 
+def started_again(subject: Subject, rank: int, since: float) -> bool:
+    """True once the trainer has heard that the rank's engine was started again."""
+    return any(event["rank"] == rank and event["time"] > since for event in subject.events("engine_restart"))
+
+
 def _engine(name: str, rank: int, phase: str, process: str) -> Fault:
-    return Fault(name, "engine", rank, phase, partial(kill_engine, process), {"kind": "rank_died", "rank": rank})
+    return Fault(name, "engine", rank, phase, partial(kill_engine, process), noticed=started_again, seconds=20.0)
 
 
 REWARDS = {"raise": "reward raises", "nan": "reward is NaN", "memory": "request out of memory", "sleep": "reward sleeps"}
@@ -174,6 +179,7 @@ FAULTS = [
     _engine("engine host killed", ENGINE_A, "rollout", "rollout.sglang"),
     _engine("scheduler killed", ENGINE_B, "rollout", "scheduler"),
     _engine("engine dies in sync", ENGINE_A, "sync", "rollout.sglang"),
+    _engine("scheduler dies in sync", ENGINE_B, "sync", "scheduler"),
     *(_reward(name, what, drops=what != "sleep") for what, name in REWARDS.items()),
     Fault("no space for a shard", "attempt", ENGINE_B, "rollout", full_disk, noticed=says_full),
     Fault("USR2 to the batch shell", "attempt", TRAINER, "wait", warn_shell),
