@@ -99,9 +99,13 @@ def test_where_no_other_node_is_left_the_run_stops_and_says_why(submit, ended, g
 
 
 def test_what_fails_on_every_node_is_the_users_to_mend(submit, ended, tmp_path):
-    run = submit("done", *SMALL, f"slurm.setup={json.dumps([f'export TMPDIR={tmp_path}/missing'])}")
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\necho 'Driver/library version mismatch'\nexit 18\n")
+    driver.chmod(0o755)
+    run = submit("done", *SMALL, f"slurm.setup={json.dumps([f'export PATH={tmp_path}:$PATH'])}")
     now = ended(run)
-    assert (now.word, now.exit_code) == ("user_error", 2) and "every node fails" in now.verdict.error
+    assert (now.word, now.exit_code) == ("user_error", 2)
+    assert now.verdict.error.startswith("every node fails") and "version mismatch" in now.verdict.error
 
 
 def test_a_node_whose_daemon_died_after_the_allocation_is_left_out(submit, ended, slurm):
