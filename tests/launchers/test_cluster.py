@@ -65,7 +65,7 @@ def test_a_strangers_process_under_our_pid_is_left_alone(tmp_path):
     daemon.stop()
     assert stranger.poll() is None
     assert runs_from(stranger.pid, Path(sys.executable).resolve().parent)
-    end(stranger.pid, Path(sys.executable).resolve().parent, grace_seconds=5)
+    end(stranger.pid, Path(sys.executable).resolve().parent, grace_seconds=60)
     assert stranger.wait() == -15
 
 

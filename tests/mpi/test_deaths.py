@@ -47,12 +47,12 @@ def test_without_a_fault_every_version_reaches_every_engine(mpi, model):
     ("fault", "given_up"),
     [
         ("init_weights_update_group 1 SIGKILL", 1),  # before the first weights
-        ("update_weights_from_distributed 2 SIGKILL", 1),
+        pytest.param("update_weights_from_distributed 2 SIGKILL", 1, marks=pytest.mark.long),
         ("update_weights_from_distributed 2 SIGSTOP", 1),
-        ("flush_cache 2 SIGKILL", 1),
-        ("checksum 2 SIGSTOP", 1),
+        pytest.param("flush_cache 2 SIGKILL", 1, marks=pytest.mark.long),
+        pytest.param("checksum 2 SIGSTOP", 1, marks=pytest.mark.long),
         ("answer 9 SIGKILL", 0),  # in a generation
-        ("answer 9 SIGSTOP", 0),
+        pytest.param("answer 9 SIGSTOP", 0, marks=pytest.mark.long),
         ("answer 24 SIGKILL", 0),  # with the last weights
     ],
 )
