@@ -36,4 +36,5 @@ def heads(
         return reference(qkv, weights, cos, sin, groups, eps)
     from miles_hpc.kernels import fused
 
-    return fused.heads(qkv, weights, cos, sin, groups, eps)
+    q, k, v = fused.heads(qkv, weights, cos, sin, groups, eps)
+    return q, k, v

@@ -132,13 +132,14 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, own, temperature, log_sum, entropy = ctx.saved_tensors
-        grads = [torch.zeros_like(log_sum) if g is None else g for g in (grad, entropy_grad)]
+        grad = torch.zeros_like(log_sum) if grad is None else grad
+        entropy_grad = torch.zeros_like(log_sum) if entropy_grad is None else entropy_grad
         dhidden, dweight = torch.zeros_like(hidden, dtype=torch.float32), torch.empty_like(weight)
         columns = max(1, BACKWARD // max(1, len(hidden)) // ROWS) * ROWS
         for start in range(0, len(weight), columns):
             part = weight[start : start + columns]
             logits = product_float(hidden, part)
-            dlogits = _backward(logits, own - start, temperature, log_sum, entropy, *grads, weight.dtype)
+            dlogits = _backward(logits, own - start, temperature, log_sum, entropy, grad, entropy_grad, weight.dtype)
             torch.mm(dlogits.t(), hidden, out=dweight[start : start + columns])
             dhidden += product_float(dlogits, part.t())
         return dhidden.to(hidden.dtype), dweight, None, None, None

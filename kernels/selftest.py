@@ -68,8 +68,9 @@ def _joined(x: Tensor, added: Tensor, weight: Tensor) -> None:
 
 
 def _heads(qkv: Tensor, weights: Tensor, angles: Tensor) -> None:
+    cos, sin = angles
     for norms in (weights, None):
-        parts = (f(qkv, norms, *angles, 1, 1e-6) for f in (heads.heads, heads.reference))
+        parts = (f(qkv, norms, cos, sin, 1, 1e-6) for f in (heads.heads, heads.reference))
         if not all(torch.equal(a, b) for a, b in zip(*parts, strict=True)):
             raise _refused(f"norm and rotation of heads of {qkv.shape[-1]} in one kernel give other bits than in two")
 

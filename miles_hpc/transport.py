@@ -138,8 +138,8 @@ class Shipper(Lender):
         self._say(Parcel(key, data.nbytes, what.names, what.dtypes, what.shapes))
         return data.nbytes
 
-    def _take_back(self) -> None:
-        if not self.under_way:
+    def _take_back(self, keep: int = 0) -> None:
+        if keep or not self.under_way:
             return
         for engine in self.world.rollout:
             self.world.receive(TAKEN, self.seconds, f"rollout rank {engine} to take weights", source=engine)
