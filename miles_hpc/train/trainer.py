@@ -365,6 +365,8 @@ class Trainer:
 
     def close(self) -> None:
         """Leave all groups. They lie in reference cycles, and each has a gloo thread that wakes a hundred times a second."""
+        for trained in (self.ddp, *([self.critic.ddp] if self.critic else [])):
+            vars(trained).clear()  # hooks of autograd hold it for ever once there was a backward
         leave()
         gc.collect()
 

@@ -1,6 +1,7 @@
 """One training step, in one process."""
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -194,3 +195,13 @@ def test_bfloat16_keeps_float32_masters(models, tmp_path):
     assert {p.dtype for p in masters} == {torch.float32}
     assert {t.dtype for t in result["weights"].values()} == {torch.bfloat16}
     assert result["metrics"][0]["train/logp_abs_diff_mean"] > 0
+
+
+def test_a_closed_trainer_leaves_no_threads(models, tmp_path):
+    """Gloo has three per group, and those of a trainer that has done a backward would stay for ever."""
+    counts = []
+    for i in range(3):
+        with trainer(config(), models["moe"], tmp_path / str(i)) as made:
+            run_steps(made, 1)
+        counts.append(len(list(Path("/proc/self/task").iterdir())))
+    assert counts[2] <= counts[0]
