@@ -30,7 +30,8 @@ def close(paths: RunPaths, attempt: int, seen: Evidence) -> None:
         verdicts.write(paths, attempt, **{**judged.fields(), "next": _next_step(paths, judged)})
     elif (kind := evidence.refine(found.kind, seen)) != found.kind:
         verdict.amend(paths, attempt, kind=kind)
-    last_words = evidence.last_words(paths.folder, attempt)
+    # those of a rank that hung are in its verdict: as the watcher saw them, not as they were when Slurm had woken it
+    last_words = verdict.fields(paths, attempt).get("heartbeats") or evidence.last_words(paths.folder, attempt)
     verdict.amend(paths, attempt, heartbeats=last_words, bad_nodes=list(seen.bad_nodes))
 
 
@@ -43,7 +44,7 @@ def close_last(paths: RunPaths, job_state: str = "") -> None:
         job_state: what Slurm says about the job now that it has ended.
     """
     numbers = paths.attempt_numbers()
-    if not numbers or "heartbeats" in verdict.fields(paths, numbers[-1]):
+    if not numbers or "bad_nodes" in verdict.fields(paths, numbers[-1]):
         return
     start = started(paths, numbers[-1])
     state = end_of_job(paths, start) or (job_state if job_state in controller.ENDED else "")

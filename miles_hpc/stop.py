@@ -51,6 +51,7 @@ class Stop:
             if self.world.rank != lead:
                 self._requests.append(self.world.comm.isend(number, dest=lead, tag=HEARD))
         if self.world.rank == lead and (number := self.world.take(HEARD)) and not self.asked:
+            signals.note(number)  # for the verdict
             self._hear(number)
         if self.world.role == "rollout" and not self._left and self.world.take(LEAVE):
             self._left = True

@@ -106,7 +106,8 @@ class Watchdog:
 
     def _condemn(self, found: list[Seen]) -> None:
         first = found[0]
-        beat = self._beats().get(first.rank, {})
+        beats = self._beats()
+        beat = beats.get(first.rank, {})
         fields = {"rank": first.rank, "role": first.role, "phase": first.phase, "step": first.step, **beat}
         run = shlex.quote(str(self.paths.folder))
         verdicts.write(
@@ -117,6 +118,7 @@ class Watchdog:
             error=describe(found),
             where=beat.get("at", ""),
             found_by=self.heartbeat.rank,
+            heartbeats=list(beats.values()),  # now: Slurm wakes a stopped process before it ends it
             next=f"miles-submit logs {run} --role {first.role} --rank {first.rank}; stacks of all ranks are in "
             f"{self.paths.stacks(self.attempt, '', 0).parent}",
         )

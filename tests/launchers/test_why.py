@@ -36,7 +36,14 @@ def test_everything_that_is_known_of_a_rank_that_failed(paths):
     except EngineDied as error:
         of_error = verdicts.of_error(error, paths.folder) | {"frame": "miles_hpc/rollout/engine.py:12 next"}
     verdicts.write(paths, 1, **of_error, rank=1, role="rollout", node="n1", host="h", phase="generate", step=4, signal=15)
-    verdict.amend(paths, 1, action="stop", time=1003.0, heartbeats=[json.loads(paths.heartbeat(r).read_text()) for r in (0, 1)])
+    verdict.amend(
+        paths,
+        1,
+        action="stop",
+        time=1003.0,
+        heartbeats=[json.loads(paths.heartbeat(r).read_text()) for r in (0, 1)],
+        bad_nodes=[],
+    )
     stacks = paths.attempt(1) / "stacks/rollout-0001.txt"
     stacks.parent.mkdir()
     stacks.touch()

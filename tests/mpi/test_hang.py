@@ -32,6 +32,8 @@ def test_the_rank_that_hangs_is_named_and_all_end(mpi, tmp_path, mode, rank, sai
     found = verdict(tmp_path)
     assert found["time"] - since < 25 and end - found["time"] < 8  # of a busy machine; 4 and 4 of an idle one
     assert (found["kind"], found["rank"], found["role"], found["phase"], found["step"]) == ("hang", rank, "train", "train", 3)
+    last = {beat["rank"]: beat["time"] for beat in found["heartbeats"]}
+    assert sorted(last) == [0, 1, 2, 3] and (mode == "asleep" or last[rank] < found["time"] - 3)
     assert said in found["error"] and found["host"] and "; so did" not in found["error"]
     assert not living(tmp_path)
     stacks = {file.stem: file.read_text() for file in (RunPaths(tmp_path).attempt(1) / "stacks").iterdir()}
