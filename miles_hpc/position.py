@@ -13,7 +13,6 @@ ASKING = (f"{PACKAGE}/heartbeat.py", f"{PACKAGE}/position.py")
 RANKS, ENGINE, REWARD = "ranks", "engine", "reward"
 WAITS = {
     ("world.py", ""): RANKS,
-    ("sync.py", "_wait"): RANKS,
     ("rollout/engine.py", ""): ENGINE,
     ("rollout/conversation.py", ""): ENGINE,
     ("rollout/generate.py", "_wait"): REWARD,

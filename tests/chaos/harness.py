@@ -18,7 +18,7 @@ from subject import GaveUp, Subject, alive
 
 from miles_hpc import config as configuration
 from miles_hpc import data
-from miles_hpc.launchers import audit, history, report, submission
+from miles_hpc.launchers import audit, history, report, state, submission
 from miles_hpc.launchers.cluster import Cluster, Settings
 from miles_hpc.paths import RunPaths
 
@@ -178,6 +178,7 @@ def finish(subject: Subject) -> None:
     subject.until(lambda: subject.events("export"), "the export", 900)
     attempt = subject.attempt
     subject.until(lambda: subject.verdict(attempt).get("kind") == "done", "the verdict", 60)
+    subject.until(lambda: state.state_of(subject.paths.folder).ended, "the end of the job", 60)
 
 
 def interrupted(subject: Subject) -> Path:

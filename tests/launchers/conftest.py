@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -117,6 +118,14 @@ class FakeRun:
             labels=["4"] * n,
             reward_parts={"form": np.ones(n, np.float32)},
         )
+
+
+@pytest.fixture(autouse=True)
+def term_as_before():
+    """The batch side ignores TERM from its requeue on, and what is started then inherits that."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_hpc import position, sync
+from miles_hpc import position
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.position import ENGINE, RANKS, position_of
 from miles_hpc.rollout import generate
@@ -76,7 +76,7 @@ def test_a_wait_for_the_engine_is_known(monkeypatch):
 
     with Standing(receive) as standing:
         at, waits_for = position_of(standing.thread.ident)
-    assert at.endswith(" _receive") and waits_for == ENGINE
+    assert at.endswith(" _arrived") and waits_for == ENGINE
 
 
 def test_a_thread_that_has_ended_is_nowhere():
@@ -89,7 +89,7 @@ def test_a_thread_that_has_ended_is_nowhere():
 def test_every_wait_that_is_named_exists():
     for (file, function), _ in position.WAITS.items():
         assert (position.PACKAGE / file).is_file()
-        owners = {"sync.py": sync.Sender, "rollout/generate.py": generate.Generator}
+        owners = {"rollout/generate.py": generate.Generator}
         assert not function or hasattr(owners[file], function)
 
 
