@@ -31,8 +31,8 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
 
-def collect_lent() -> None:
-    """Give memory back to the GPU that was lent to other processes by CUDA IPC and that they no longer use."""
+def collect_shared() -> None:
+    """Give memory back to the GPU that was shared to other processes by CUDA IPC and that they no longer use."""
     if torch.cuda.is_available():
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()

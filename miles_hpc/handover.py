@@ -2,7 +2,7 @@
 
 Every training rank lends whole tensors, a bucket at a time, to the engine beside it: over MPI goes a pickle that names memory
 of this process (CUDA IPC; on a CPU named shared memory), which the engine's worker on the same GPU opens and copies from. What
-was lent is kept until the engine says that it has it. Names, shapes and digests are checked as in `sync.py`.
+was shared is kept until the engine says that it has it. Names, shapes and digests are checked as in `sync.py`.
 """
 
 import time
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from miles_hpc.rollout.engine import EngineHost
 
-READY, LENT, TAKEN, CONFIRMED = 15, 16, 17, 18
+READY, SHARED, TAKEN, CONFIRMED = 15, 16, 17, 18
 BUCKETS = 2
-"""Lent at a time."""
+"""Shared at a time."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Lender:
         self.world, self.trainer, self.heartbeat, self.seconds, self.exact = world, trainer, heartbeat, seconds, exact
         self.expected = checkpoint_shapes(model_folder)
         self.engine = world.rollout[world.role_rank // per_engine]
-        self.lent: deque[torch.Tensor] = deque()
+        self.shared: deque[torch.Tensor] = deque()
         if world.leads:
             for engine in world.rollout:
                 world.receive(READY, seconds, f"the engine of rollout rank {engine} to start", source=engine)
@@ -77,7 +77,7 @@ class Lender:
         """Hand the trainer's weights over as `version`; collective over the training ranks.
 
         Raises:
-            SyncError: a name or shape the engines do not know, or an engine whose tensors differ from what was lent.
+            SyncError: a name or shape the engines do not know, or an engine whose tensors differ from what was shared.
         """
         self.heartbeat.enter("sync")
         started, report, fused, seen = time.monotonic(), Report(), Fused(self.exact), set[str]()
@@ -91,7 +91,7 @@ class Lender:
             report.digests = self._confirmed(Complete(version, stop, digests))
         report.seconds = time.monotonic() - started
         del fused
-        device.collect_lent()
+        device.collect_shared()
         return report
 
     def serve(self, box: Mailbox, what: str) -> None:
@@ -114,7 +114,7 @@ class Lender:
     def _confirmed(self, complete: Complete) -> int:
         """Number of engine tensors found equal."""
         for engine in self.world.rollout:
-            self.world.send(complete, engine, LENT, self.seconds, f"rollout rank {engine} to hear of digests")
+            self.world.send(complete, engine, SHARED, self.seconds, f"rollout rank {engine} to hear of digests")
         compared = 0
         for engine in self.world.rollout:
             what = f"rollout rank {engine} to confirm weights {complete.version}"
@@ -122,33 +122,33 @@ class Lender:
             compared += count
             if different:
                 raise SyncError(
-                    f"after weights {complete.version} {len(different)} engine tensors differ from what was lent: "
+                    f"after weights {complete.version} {len(different)} engine tensors differ from what was shared: "
                     + ", ".join(different[:3]),
                     where=f"rollout rank {engine}",
                 )
         return compared
 
     def _lend(self, bucket: "list[tuple[str, torch.Tensor]]") -> int:
-        """Bytes lent. The next bucket is there before the engine has copied this one."""
+        """Bytes shared. The next bucket is there before the engine has copied this one."""
         self._take_back(BUCKETS - 1)
         flat = flatten(tensor for _, tensor in bucket)
-        self.lent.append(flat)
+        self.shared.append(flat)
         self._say(handle(bucket, flat))
         return flat.nbytes
 
     def _take_back(self, keep: int = 0) -> None:
-        """Wait until at most `keep` buckets are lent."""
-        while len(self.lent) > keep:
+        """Wait until at most `keep` buckets are shared."""
+        while len(self.shared) > keep:
             what = f"rollout rank {self.engine} to take weights"
             self.world.receive(TAKEN, self.seconds, what, source=self.engine)
-            self.lent.popleft()
+            self.shared.popleft()
 
     def _say(self, message: bytes | None) -> None:
-        self.world.send(message, self.engine, LENT, self.seconds, f"rollout rank {self.engine} to hear of weights")
+        self.world.send(message, self.engine, SHARED, self.seconds, f"rollout rank {self.engine} to hear of weights")
 
 
 class Borrower:
-    """The rollout side: wakes the engine, has it copy what is lent, and compares digests.
+    """The rollout side: wakes the engine, has it copy what is shared, and compares digests.
 
     Args:
         workers: of the engine, one beside each of its training ranks.
@@ -181,7 +181,7 @@ class Borrower:
             # Keys and values of prompts were computed with the old weights.
             self.engine.call("flush_cache", timeout=self.seconds, timeout_s=self.seconds)
             ranks = self.engine.call("checksum", timeout=self.seconds)
-            complete = self.world.receive(LENT, self.seconds, "digests from the trainer", source=self.world.train[0])
+            complete = self.world.receive(SHARED, self.seconds, "digests from the trainer", source=self.world.train[0])
             self._compare(complete, ranks)
             self.version, going_on = complete.version, not complete.stop
         return going_on
@@ -205,7 +205,7 @@ class Borrower:
     def _handles(self) -> list[bytes]:
         """One for each of the engine's workers; empty at the end of a version."""
         what = "weights from the trainer"
-        handles = [self.world.receive(LENT, self.seconds, what, source=rank) for rank in self.lenders]
+        handles = [self.world.receive(SHARED, self.seconds, what, source=rank) for rank in self.lenders]
         return handles if handles[0] is not None else []
 
     def _timed(self, figure: str, call: str, **fields: list[str]) -> float:

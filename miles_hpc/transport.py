@@ -16,7 +16,7 @@ from miles_hpc import edges
 from miles_hpc.attach import attach
 from miles_hpc.buckets import announce, checkpoint_shapes, flatten
 from miles_hpc.config import Config
-from miles_hpc.handover import LENT, READY, TAKEN, Borrower, Lender, handle
+from miles_hpc.handover import READY, SHARED, TAKEN, Borrower, Lender, handle
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.paths import RunPaths
 from miles_hpc.sync import Weights
@@ -148,7 +148,7 @@ class Shipper(Lender):
 
     def _say(self, message: Any) -> None:
         for engine in self.world.rollout if self.world.leads else ():
-            self.world.send(message, engine, LENT, self.seconds, f"rollout rank {engine} to hear of weights")
+            self.world.send(message, engine, SHARED, self.seconds, f"rollout rank {engine} to hear of weights")
 
 
 class Unpacker(Borrower):
@@ -171,7 +171,7 @@ class Unpacker(Borrower):
         world.send(workers, self.lead, READY, seconds, "the trainer to hear that the engine is up")
 
     def _take(self) -> None:
-        while parcel := self.world.receive(LENT, self.seconds, "weights from the trainer", source=self.lead):
+        while parcel := self.world.receive(SHARED, self.seconds, "weights from the trainer", source=self.lead):
             tensors, flat = self._unpack(parcel)
             handles = [handle(tensors, flat)] * self.workers
             self.engine.call("update_weights_from_tensor", timeout=self.seconds, serialized_named_tensors=handles)

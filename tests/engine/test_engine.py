@@ -248,7 +248,7 @@ def test_a_poll_hook_may_end_a_wait(engine: EngineHost, batch: list[Output]) -> 
     assert tokens(answers(engine, requests(8))) == tokens(batch[:8])
 
 
-def test_an_engine_sleeps_wakes_and_takes_lent_weights(engine: EngineHost, batch: list[Output], model_folder: Path) -> None:
+def test_an_engine_sleeps_wakes_and_takes_shared_weights(engine: EngineHost, batch: list[Output], model_folder: Path) -> None:
     """SGLang's scheduler dies of a wake-up too many."""
     torch.multiprocessing.set_sharing_strategy("file_system")
     before = engine.call("checksum")

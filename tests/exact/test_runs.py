@@ -52,7 +52,7 @@ def test_two_engines_give_the_same_weights(moe, folder):
 
 
 def test_trainer_and_engine_in_turns_give_the_same_weights(moe, folder):
-    """The optimizer's state leaves and returns, weights are lent in place of broadcast: no bit changes."""
+    """The optimizer's state leaves and returns, weights are shared in place of broadcast: no bit changes."""
     again = run(folder / "turns", "run.placement=colocate", "train.offload=true")
     assert [step["train/logp_abs_diff_max"] for step in metrics(again)] == [0.0] * STEPS, logs(again)
     assert digest(again) == digest(moe)

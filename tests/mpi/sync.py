@@ -1,7 +1,7 @@
 """sync.py ROLE SIZE FOLDER MODE [WORKERS]: weights from training ranks to engines that receive the real broadcasts.
 
 The engine's process is replaced at its border (`EngineHost.call`); it joins the weight group and holds tensors as SGLang does.
-With WORKERS the weights are lent (`handover.py`) to engines of so many workers.
+With WORKERS the weights are shared (`handover.py`) to engines of so many workers.
 """
 
 import pickle
@@ -75,9 +75,9 @@ class Engine:
     def update_weights_from_tensor(self, serialized_named_tensors: list[bytes]) -> None:
         """Copies from each training rank's own memory."""
         for worker, text in enumerate(serialized_named_tensors):
-            lent = pickle.loads(text)
-            for part in lent["metadata"]:
-                tensor = lent["flattened_tensor"][part.start_idx : part.end_idx].view(part.dtype).view(part.shape)
+            shared = pickle.loads(text)
+            for part in shared["metadata"]:
+                tensor = shared["flattened_tensor"][part.start_idx : part.end_idx].view(part.dtype).view(part.shape)
                 assert worker == 0 or torch.equal(self.held[part.name], tensor)
                 self.held[part.name] = tensor.clone()
 

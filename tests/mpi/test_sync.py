@@ -33,7 +33,7 @@ def test_every_version_reaches_every_engine(mpi, model):
     assert [(model / f"took-{rank}").read_text() for rank in (2, 3)] == ["[True, True, False]"] * 2
 
 
-def test_weights_lent_by_every_training_rank_reach_the_engine_beside_it(mpi, model):
+def test_weights_shared_by_every_training_rank_reach_the_engine_beside_it(mpi, model):
     done = mpi("sync", "fine", "2", train=4, rollout=2)
     assert done.returncode == 0, done.stdout + done.stderr
     sent = [[int(word) for word in line.split()] for line in (model / "sent").read_text().splitlines()]
@@ -61,7 +61,7 @@ def engine_tensors(model) -> set[str]:
     return {fused.engine_tensor(name)[0] for name in load_file(model / "model.safetensors")}
 
 
-@pytest.mark.parametrize("way", ["", "1", "files"], ids=["broadcast", "lent", "files"])
+@pytest.mark.parametrize("way", ["", "1", "files"], ids=["broadcast", "shared", "files"])
 @pytest.mark.parametrize(
     ("mode", "named"),
     [
