@@ -74,14 +74,17 @@ class Group:
 
     @property
     def prompt_id(self) -> int:
+        """Of all its requests."""
         return self.requests[0].prompt_id
 
     @property
     def answered(self) -> bool:
+        """Every request has its answer."""
         return len(self.answers) == len(self.requests)
 
     @property
     def scored(self) -> bool:
+        """Every answer has its reward, or the reward failed."""
         return self.answered and all(answer.score.done() for answer in self.answers)
 
     @property
