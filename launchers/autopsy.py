@@ -28,8 +28,8 @@ def close(paths: RunPaths, attempt: int, seen: Evidence) -> None:
             _put_aside(paths, attempt, "unreadable")
         judged = evidence.judge(seen)
         verdicts.write(paths, attempt, **{**judged.fields(), "next": _next_step(paths, judged)})
-    elif (kind := evidence.refine(found.kind, seen)) != found.kind:
-        verdict.amend(paths, attempt, kind=kind)
+    else:
+        verdict.amend(paths, attempt, **evidence.refine(found, seen))
     # those of a rank that hung are in its verdict: as the watcher saw them, not as they were when Slurm had woken it
     last_words = verdict.fields(paths, attempt).get("heartbeats") or evidence.last_words(paths.folder, attempt)
     verdict.amend(paths, attempt, heartbeats=last_words, bad_nodes=list(seen.bad_nodes))

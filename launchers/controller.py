@@ -21,8 +21,6 @@ STATES = ("COMPLETING", "SUSPENDED", "PREEMPTED", "REQUEUED", "PENDING", "CONFIG
 
 @dataclass(frozen=True)
 class Partition:
-    """One partition as `scontrol` describes it."""
-
     name: str
     default: bool
     nodes: int
@@ -46,7 +44,6 @@ class JobState:
 
     @property
     def ended(self) -> bool:
-        """Slurm will not run it again."""
         return self.state in ENDED
 
 

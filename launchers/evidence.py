@@ -77,15 +77,21 @@ def judge(seen: Evidence) -> Verdict:
     return _of_ranks(seen)
 
 
-def refine(kind: str, seen: Evidence) -> str:
-    """A rank that got a signal can only say `preempted`, one that lost its engine or its peers not even that; Slurm knows
-    whether it was the time limit or a lost node."""
-    if kind not in ("preempted", "rank_died", "bug", "hang"):
-        return kind
+def refine(found: Verdict, seen: Evidence) -> dict[str, str]:
+    """Fields of a rank's verdict that Slurm knows better; none where it does not.
+
+    A rank that got a signal can only say `preempted`, one that lost its engine or its peers not even that; Slurm knows whether
+    it was the time limit or a lost node.
+    """
+    if found.kind not in ("preempted", "rank_died", "bug", "hang"):
+        return {}
     allocation = _of_allocation(seen)
     if allocation is None:
-        return "time_limit" if seen.near_limit and kind == "preempted" else kind
-    return allocation[0]
+        return {"kind": "time_limit"} if seen.near_limit and found.kind == "preempted" else {}
+    kind, error = allocation
+    if kind == found.kind:
+        return {}
+    return {"kind": kind} if found.error else {"kind": kind, "error": error}
 
 
 def collateral(found: Verdict, seen: Evidence) -> bool:

@@ -28,8 +28,7 @@ class HetExecutor(SlurmExecutor):
 
     @classmethod
     def name(cls) -> str:
-        """By which submitit finds its plugins."""
-        return "slurm"
+        return "slurm"  # submitit finds its plugins by this name
 
     def submit_run(self) -> HetJob:
         """Write `job.sbatch` and submit it.

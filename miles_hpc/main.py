@@ -103,6 +103,8 @@ def _fail(error: BaseException, paths: RunPaths, attempt: int, heartbeat: Heartb
     if signals.noted() == signal.SIGTERM and fields["kind"] in ("rank_died", "bug", "hang"):
         # Slurm ends every process of the step, the engine's too: what broke then broke because of that.
         fields["kind"] = "preempted"
+    if fields["kind"] == "preempted":
+        fields["signal"] = signals.noted()
     verdicts.write(paths, attempt, **fields)
     sys.stdout.flush()
     sys.stderr.flush()

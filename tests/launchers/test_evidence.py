@@ -149,9 +149,15 @@ def test_the_end_of_a_step_is_not_the_end_of_the_job():
     ],
 )
 def test_what_breaks_while_slurm_takes_the_nodes_broke_because_of_that(kind, seen, expected):
-    assert refine(kind, seen) == (expected or kind)
+    assert refine(Verdict(kind), seen).get("kind", kind) == (expected or kind)
 
 
 @pytest.mark.parametrize("kind", ["done", "user_error", "diverged", "out_of_memory"])
 def test_what_the_ranks_know_better_stands(kind):
-    assert refine(kind, Evidence(code=1, job_state="REQUEUED")) == kind
+    assert refine(Verdict(kind), Evidence(code=1, job_state="REQUEUED")) == {}
+
+
+def test_a_rank_that_was_told_to_end_does_not_know_that_a_node_is_gone():
+    seen = Evidence(code=1, bad_nodes=("r0",))
+    assert refine(Verdict("preempted"), seen) == {"kind": "node_failure", "error": "node r0 is down or does not respond"}
+    assert refine(Verdict("bug", error="connection closed by r0"), seen) == {"kind": "node_failure"}

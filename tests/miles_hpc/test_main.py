@@ -8,7 +8,7 @@ import pytest
 
 from miles_hpc import main as rank
 from miles_hpc import signals, verdicts
-from miles_hpc.errors import EdgeError, EngineDied
+from miles_hpc.errors import EdgeError, EngineDied, Stopped
 from miles_hpc.paths import RunPaths
 
 
@@ -38,6 +38,7 @@ def test_a_rank_ends_the_world_even_where_no_verdict_can_be_written(tmp_path, mo
         (signal.SIGTERM, RuntimeError("connection closed by peer"), "preempted"),
         (signal.SIGTERM, EdgeError("reward"), "user_error"),
         (signal.SIGUSR2, EngineDied("gone"), "rank_died"),
+        (signal.SIGUSR2, Stopped("before the first step"), "preempted"),
         (0, EngineDied("gone"), "rank_died"),
     ],
 )
@@ -50,4 +51,5 @@ def test_what_breaks_after_slurms_last_word_is_a_preemption(tmp_path, monkeypatc
     monkeypatch.setattr(rank, "_run", lambda *told: (_ for _ in ()).throw(error))
     with pytest.raises(SystemExit):
         rank.main(["--role", "train", "--run", str(tmp_path), *ARGUMENTS])
-    assert json.loads(RunPaths(tmp_path).verdict(1).read_text())["kind"] == kind
+    verdict = json.loads(RunPaths(tmp_path).verdict(1).read_text())
+    assert (verdict["kind"], verdict.get("signal")) == (kind, noted if kind == "preempted" else None)
