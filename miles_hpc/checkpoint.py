@@ -7,6 +7,7 @@ All training ranks write into a hidden folder; after a barrier the first rank ad
 
 import json
 import logging
+import shlex
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 from miles_hpc import disk, sections
 from miles_hpc.archive import Archive
 from miles_hpc.durable import fsync
-from miles_hpc.errors import CheckpointError, ModelError
+from miles_hpc.errors import CheckpointError, ModelError, ResumeError
 from miles_hpc.paths import RunPaths
 
 MANIFEST = "manifest.json"
@@ -31,17 +32,13 @@ class State(Protocol):
     size: int
 
     @property
-    def fingerprint(self) -> dict[str, Any]:
-        """What must be equal at a load: sizes of the model and of the layout."""
+    def fingerprint(self) -> dict[str, Any]: ...
 
-    def save(self, folder: Path, extra: dict[str, Any]) -> None:
-        """Write this rank's files into `folder`, and `extra` beside them."""
+    def save(self, folder: Path, extra: dict[str, Any]) -> None: ...
 
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Take everything back from `folder` -> what `extra` was."""
+    def load(self, folder: Path) -> dict[str, Any]: ...
 
-    def gather(self, value: Any) -> list[Any]:
-        """`value` of every rank, on every rank."""
+    def gather(self, value: Any) -> list[Any]: ...
 
 
 class Checkpoints:
@@ -104,22 +101,26 @@ class Checkpoints:
         An incomplete or damaged one is logged with its name and passed over.
 
         Returns:
-            Its version, or None if there is none.
+            Its version, or None if there is no checkpoint at all.
 
         Raises:
-            ModelError: it is of another model. EdgeError: the archive failed.
+            ModelError: it is of another model. ResumeError: there are some, but none is whole. EdgeError: the archive failed.
         """
         if self.archive:
             self.archive.fetch()
         self.barrier()
+        problems = {}
         for folder in state.gather(list(_newest_first(self.paths.checkpoints)))[0]:
             # The same answer on every rank: a shared file system may show a file to one and not yet to another.
             problem = next((p for p in state.gather(_problem(folder, state)) if p), "")
             if problem:
                 log.error("checkpoint %s passed over: %s", folder, problem)
+                problems[folder.name] = problem
                 continue
             _check_model(folder, state.fingerprint)
             return int(state.load(folder)["version"])
+        if problems:
+            raise _none_whole(self.paths, problems)
         return None
 
     def _prune(self) -> None:
@@ -146,6 +147,16 @@ def _remove_samples(paths: RunPaths, before: int) -> None:
     temporary.replace(paths.removed_samples)
     for folder in old:
         shutil.rmtree(folder)
+
+
+def _none_whole(paths: RunPaths, problems: dict[str, str]) -> ResumeError:
+    """To begin anew without a word would throw away what was learnt."""
+    folder, run = shlex.quote(str(paths.checkpoints)), shlex.quote(str(paths.folder))
+    return ResumeError(
+        "no checkpoint of the run is whole: " + "; ".join(f"{name}: {problem}" for name, problem in problems.items()),
+        where=str(paths.checkpoints),
+        next_step=f"put one back from a copy, or begin again: mv {folder} {folder}.damaged; then miles-submit resume {run}",
+    )
 
 
 def _refused(error: BaseException, partial: Path, folder: Path) -> BaseException:
@@ -213,7 +224,10 @@ def _manifest(folder: Path) -> dict[str, Any]:
 def _problem(folder: Path, state: State) -> str:
     """What is wrong with this rank's share of the files; empty if nothing is."""
     try:
-        files = _manifest(folder)["files"]
+        manifest = _manifest(folder)
+        if manifest["version"] != _version(folder):
+            return f"{MANIFEST} is of version {manifest['version']}"
+        files = manifest["files"]
         for name in _share(sorted(files), state):
             if (found := list(_sum(folder / name))) != files[name]:
                 return f"{name} is damaged (size and CRC-32 {found}, written {files[name]})"

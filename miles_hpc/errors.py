@@ -5,6 +5,7 @@
     │   ├── ConfigError      a key, a value, or numbers that do not fit together
     │   ├── DataError        a prompt file, a column, a prompt
     │   ├── ModelError       a checkpoint folder, an architecture, a checkpoint of another model
+    │   ├── ResumeError      a run whose checkpoints are all damaged
     │   └── EdgeError        a user's function: not importable, wrong signature, wrong return value
     ├── SiteError            what the machine offers: no Slurm, too few nodes, a daemon that did not start; exit code 3
     ├── Stopped              a signal asked this rank to end; no error, the run goes on in another attempt
@@ -69,6 +70,10 @@ class DataError(UserError):
 
 
 class ModelError(UserError):
+    pass
+
+
+class ResumeError(UserError):
     pass
 
 

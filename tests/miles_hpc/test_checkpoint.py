@@ -2,12 +2,14 @@
 
 import json
 import logging
+import shutil
+import subprocess
 
 import pytest
 
 from miles_hpc import disk
 from miles_hpc.checkpoint import MANIFEST, Checkpoints
-from miles_hpc.errors import CheckpointError, ModelError
+from miles_hpc.errors import CheckpointError, ModelError, ResumeError
 from miles_hpc.paths import RunPaths
 from miles_hpc.sections import Checkpoint
 
@@ -75,6 +77,11 @@ def _flip(folder):
     file.write_bytes(content)
 
 
+def _version(folder, number):
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"version": number}))
+
+
 DAMAGE = {
     "flipped bit": (_flip, "large is damaged"),
     "cut": (lambda f: (f / "sub" / "large").write_bytes(b"x" * 4_999_999), "large is damaged"),
@@ -82,6 +89,8 @@ DAMAGE = {
     "no manifest": (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST} is missing"),
     "half a manifest": (lambda f: (f / MANIFEST).write_text('{"version": 2'), "unreadable"),
     "another manifest": (lambda f: (f / MANIFEST).write_text("[]"), "unreadable"),
+    "another version": (lambda f: _version(f, 7), f"{MANIFEST} is of version 7"),
+    "no file at all": (lambda f: (shutil.rmtree(f), f.mkdir()), f"{MANIFEST} is missing"),
 }
 
 
@@ -96,6 +105,21 @@ def test_a_damaged_one_is_passed_over_by_name(name, checkpoints, paths, caplog):
         assert checkpoints.resume(state) == 1
     assert state.value == 1
     assert str(paths.checkpoint(2)) in caplog.text and message in caplog.text
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(name, checkpoints, paths):
+    """Until the user has moved them away, as the error says."""
+    damage, message = DAMAGE[name]
+    for version in (1, 2):
+        checkpoints.save(Counter(version), version)
+        damage(paths.checkpoint(version))
+    with pytest.raises(ResumeError) as caught:
+        checkpoints.resume(Counter())
+    assert caught.value.kind == "user_error" and str(paths.checkpoints) in caught.value.where
+    assert caught.value.what.count(message) == 2 and "step-000001" in caught.value.what and "step-000002" in caught.value.what
+    subprocess.run(caught.value.next_step.split("begin again: ")[1].split(";")[0], shell=True, check=True)
+    assert checkpoints.resume(Counter()) is None
 
 
 def test_an_unfinished_save_leaves_the_previous_one(checkpoints, paths):
