@@ -18,7 +18,7 @@ HEARD, LEAVE = 41, 42
 TERM_SECONDS = 30.0
 """Slurm's KillWait unless a site changes it."""
 MARGIN_SECONDS = 2.0
-"""Of the grace, for leaving itself."""
+"""Of the grace, for agreeing to leave, and for leaving itself."""
 
 
 @dataclass
@@ -60,9 +60,10 @@ class Stop:
     def due(self, needed: float) -> bool:
         """True where something that takes `needed` seconds cannot be expected to end in time.
 
-        After TERM nothing long is begun or waited for: Slurm sends it to the engines too.
+        After TERM nothing long is begun or waited for: Slurm sends it to the engines too. What is decided here is known to all
+        ranks a moment later, and must still fit then.
         """
-        return bool(self.asked) and (self.asked == signal.SIGTERM or not self.fits(needed))
+        return bool(self.asked) and (self.asked == signal.SIGTERM or not self.fits(needed + MARGIN_SECONDS))
 
     def fits(self, needed: float) -> bool:
         """True if there is no signal, or so much time left."""
@@ -97,11 +98,9 @@ class Box(Protocol):
     """What is waited for, message by message."""
 
     @property
-    def complete(self) -> bool:
-        """Nothing more is waited for."""
+    def complete(self) -> bool: ...
 
-    def take(self) -> bool:
-        """Take one message; False if there is none yet."""
+    def take(self) -> bool: ...
 
 
 @dataclass
@@ -114,7 +113,6 @@ class Leaving:
 
     @property
     def complete(self) -> bool:
-        """Nothing more is waited for, or it is time to leave."""
         return self.left or self.box.complete
 
     def take(self) -> bool:

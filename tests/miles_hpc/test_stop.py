@@ -93,6 +93,18 @@ def test_what_is_begun_ends_before_the_kill(needed, warning, number):
     assert number != signal.SIGTERM or lead.due(0.0)
 
 
+def test_whoever_leaves_at_the_last_moment_can_still_save(noted, monkeypatch):
+    """From the decision to the save all ranks agree, which takes a moment."""
+    now = [100.0]
+    monkeypatch.setattr(stop.time, "monotonic", lambda: now[0])
+    lead, save = Stop(World(0), 20), 3.0
+    lead._hear(signal.SIGUSR2)
+    while not lead.due(save):
+        now[0] += 0.05
+    now[0] += stop.MARGIN_SECONDS / 2
+    assert lead.fits(save)
+
+
 class Box:
     complete = False
 
