@@ -37,7 +37,6 @@ class Tiles:
 
     @property
     def per(self) -> int:
-        """Queries of a tile."""
         return self.tokens.shape[1]
 
 

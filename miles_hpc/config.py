@@ -92,12 +92,10 @@ class Config(Section):
 
     @property
     def engines(self) -> int:
-        """Rollout ranks, each with one engine."""
         return self.rollout_component.ranks
 
     @property
     def samples_per_step(self) -> int:
-        """Answers that a step trains on."""
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
 
 
@@ -179,6 +177,9 @@ def _reward_problems(rollout: Rollout) -> Iterable[str]:
         yield "one of rollout.reward, rollout.rewards and rollout.group_reward is needed, and not both of the first two"
     if rollout.generate and rollout.function:
         yield "rollout.generate and rollout.function both say how answers are made; only one can be"
+    if rollout.unfinished == "continue" and (rollout.generate or rollout.function):
+        key = "generate" if rollout.generate else "function"
+        yield f'rollout.unfinished = "continue" cannot go on in the middle of a rollout.{key}; "redo" asks it again'
     names = [part.name for part in rollout.rewards]
     if len(set(names)) < len(names):
         yield f"rollout.rewards has a name twice: {', '.join(names)}"

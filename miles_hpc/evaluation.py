@@ -20,7 +20,6 @@ class Score:
 
     @property
     def mean(self) -> float:
-        """Mean reward; 0 without prompts."""
         return self.total / max(1, self.prompts)
 
 

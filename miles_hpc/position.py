@@ -14,6 +14,7 @@ RANKS, ENGINE, REWARD = "ranks", "engine", "reward"
 WAITS = {
     ("world.py", ""): RANKS,
     ("rollout/engine.py", ""): ENGINE,
+    ("rollout/flight.py", ""): ENGINE,
     ("rollout/conversation.py", ""): ENGINE,
     ("rollout/generate.py", "_wait"): REWARD,
 }

@@ -118,6 +118,8 @@ class Rollout(Section):
     """Steps by which the sampler's weights may lag: 0 on policy, 1 generates the next step while training."""
     flush_groups: PositiveInt = 64
     """Finished groups per sample shard."""
+    unfinished: Literal["redo", "continue"] = "redo"
+    """Answers of groups that a signal interrupts: the next attempt generates them again, or goes on behind their last token."""
     kv_cache_tokens: PositiveInt = 16384
     """Tokens of key-value cache per engine."""
     max_running_requests: PositiveInt = 128

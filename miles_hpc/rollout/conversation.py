@@ -16,7 +16,7 @@ import numpy as np
 
 from miles_hpc import edges
 from miles_hpc.errors import DeadlineExceeded, EdgeError, EngineError
-from miles_hpc.rollout.engine import Flight
+from miles_hpc.rollout.flight import Flight
 from miles_hpc.rollout.request import Output, Request
 from miles_hpc.sample import Sample
 

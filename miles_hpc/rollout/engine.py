@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,15 +22,12 @@ from miles_hpc.config import Config
 from miles_hpc.errors import DeadlineExceeded, EngineDied, EngineError
 from miles_hpc.pace import Pace
 from miles_hpc.rollout.arguments import EngineArguments, environment
+from miles_hpc.rollout.flight import Flight, Recover, give_up
 from miles_hpc.rollout.request import Output, Request
 
 POLL_SECONDS = 0.1
-PING_SECONDS = 1.0
 EXIT_SECONDS = 5.0
 LOG_TAIL_BYTES = 4000
-
-
-Recover = Callable[[EngineDied | DeadlineExceeded, Mapping[int, Request]], dict[int, Output]]
 
 
 class EngineHost:
@@ -134,7 +131,7 @@ class EngineHost:
                     raise output
                 yield index[key], output
 
-    def flight(self, recovering: bool = True) -> "Flight":
+    def flight(self, recovering: bool = True) -> Flight:
         """Requests under way, to which more may be added."""
         return Flight(self, recovering)
 
@@ -236,126 +233,6 @@ class EngineHost:
             file.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
             lines = file.read().decode(errors="replace").splitlines()[-15:]
         return "\nlast lines of its log:\n  " + "\n  ".join(lines) if lines else ""
-
-
-class Flight:
-    """Requests under way on an engine, which outlive it; leaving the context aborts those without an answer.
-
-    When the engine dies, or its scheduler stops to answer, `EngineHost.recover` brings up another one, which gets the requests
-    without an answer again; keyed sampling makes their answers the same.
-    """
-
-    def __init__(self, engine: EngineHost, recovering: bool = True) -> None:
-        self.engine, self.recovering = engine, recovering
-        self._given: dict[int, Output] = {}
-        """Answers of other engines."""
-        self.open: dict[int, Request] = {}
-        """Requests without an answer."""
-        self.refused: dict[int, str] = {}
-        """Why the engine refused a request that was then sent a second time."""
-        self._ping: int | None = None
-        """Key of the ping without an answer."""
-        self._pinged = self._sign = 0.0
-        """When the last ping went out, and the last sign of life since."""
-
-    def __enter__(self) -> "Flight":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.engine._abandon(self.open)
-
-    def add(self, requests: Sequence[Request]) -> list[int]:
-        """Send requests; returns their keys."""
-        added = {next(self.engine._ids): request for request in requests}
-        self.open |= added
-        self._send(added)
-        return list(added)
-
-    def ready(self, seconds: float) -> bool:
-        """Wait for an answer to be there, at most so long."""
-        self.engine.poll_hook()
-        return bool(self._given) or self.engine._connection is None or self.engine._connection.poll(seconds)
-
-    def next(self) -> tuple[int, Output | EngineError]:
-        """The next answer and its request's key; an error if the engine refused the request twice.
-
-        Raises:
-            EngineDied, DeadlineExceeded: the engine, where it is not to be started again.
-        """
-        since = time.monotonic()
-        while True:
-            try:
-                if answer := self._answer(since):
-                    return answer
-            except (EngineDied, DeadlineExceeded) as error:
-                self._recover(error)
-                since = time.monotonic()
-
-    def _answer(self, since: float) -> tuple[int, Output | EngineError] | None:
-        """An answer, or None for anything else that came or did not come."""
-        for key in self._given.keys() & self.open.keys():
-            self.open.pop(key)
-            return key, self._given.pop(key)
-        doing = f"generate ({len(self.open)} answers outstanding)"
-        self._check(doing, since)
-        if not self.engine._arrived(doing, PING_SECONDS):
-            return None
-        kind, key, value = self.engine._receive(doing, PING_SECONDS)
-        self._alive(key)
-        if key not in self.open:
-            return None
-        if kind == "error":
-            return self._refuse(key, value)
-        self.engine.warm = True
-        self.open.pop(key)
-        return key, value
-
-    def _check(self, doing: str, since: float) -> None:
-        """Ping the scheduler now and then. Raises: DeadlineExceeded if it is silent, or without an answer since too long."""
-        now = time.monotonic()
-        if self._ping is None and now > self._pinged + PING_SECONDS:
-            self._ping, self._pinged, self._sign = self.engine._call("alive", {}), now, now
-        limit = self.engine.pace.limit if self.engine.warm else self.engine.timeout
-        if self._ping is not None and now - self._sign > limit:
-            self.engine.pace.took(now - self._sign)  # should it only be slow, it gets more time henceforth
-            raise DeadlineExceeded(f"the engine's scheduler has been silent for {limit:.0f} s: {doing}{self.engine._tail()}")
-        if now - since > self.engine.timeout:
-            raise DeadlineExceeded(f"no answer within {self.engine.timeout:.0f} s: {doing}{self.engine._tail()}")
-
-    def _alive(self, key: int) -> None:
-        """Any message is a sign of life."""
-        now = time.monotonic()
-        if self._ping is not None:
-            self.engine.pace.took(now - self._sign)
-        self._sign, self._ping = now, None if key == self._ping else self._ping
-
-    def _refuse(self, key: int, reason: str) -> tuple[int, EngineError] | None:
-        """Send the request once more; the second refusal is its answer."""
-        if key in self.refused:
-            request = self.open.pop(key)
-            sample = f"prompt {request.prompt_id}, sample {request.sample_index}"
-            return key, EngineError(f"the engine refused to generate: {reason}", where=f"{sample}, {self.engine._where()}")
-        self.refused[key] = reason
-        self._send({key: self.open[key]})
-        return None
-
-    def _send(self, requests: dict[int, Request]) -> None:
-        try:
-            self.engine._send("generate", ("generate", list(requests.items())))
-        except EngineDied as error:
-            self._recover(error)
-
-    def _recover(self, error: EngineDied | DeadlineExceeded) -> None:
-        """Another engine for all requests without an answer."""
-        recover = self.engine.recover if self.recovering else give_up
-        self._given |= recover(error, self.open)
-        self._ping = None
-        self._send({key: request for key, request in self.open.items() if key not in self._given})
-
-
-def give_up(error: EngineDied | DeadlineExceeded, requests: Mapping[int, Request]) -> dict[int, Output]:
-    """The recovery of a client that has none. Raises: what it is given."""
-    raise error
 
 
 def _write(connection: Connection, messages: "queue.SimpleQueue[Any]") -> None:

@@ -1,26 +1,27 @@
 """Generation and reward of one engine: prompts in, finished and scored groups out."""
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from miles_hpc.config import Config
-from miles_hpc.data import Prompts, Row
+from miles_hpc.data import Prompts
 from miles_hpc.errors import DeadlineExceeded, EdgeError, EngineError
+from miles_hpc.rollout.answers import Answer, Group, as_samples, failed, rewards, samples_of
 from miles_hpc.rollout.conversation import Conversations, Generate
-from miles_hpc.rollout.engine import EngineHost, Flight
+from miles_hpc.rollout.engine import EngineHost
 from miles_hpc.rollout.ensemble import Ensemble, Rollout
-from miles_hpc.rollout.judge import Judge, Verdict
-from miles_hpc.rollout.request import Output, Request
-from miles_hpc.rollout.reward import Reward, Score, given
+from miles_hpc.rollout.flight import Flight
+from miles_hpc.rollout.judge import Judge
+from miles_hpc.rollout.pool import Pool
+from miles_hpc.rollout.request import Draft, Output, Request
+from miles_hpc.rollout.reward import Reward, given
 from miles_hpc.sample import Sample
-from miles_hpc.samples.schema import STOPPED, TRUNCATED, Samples
+from miles_hpc.samples.schema import Samples
 
 POLL_SECONDS = 0.01
 
@@ -44,59 +45,6 @@ class Evaluation:
 
     reward_sum: float
     prompts: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A generated answer on its way to a score."""
-
-    request: Request
-    output: Output
-    text: str
-    score: Future[Score]
-    version: int
-    """Of the weights that gave it."""
-
-
-@dataclass(eq=False)
-class Group:
-    """The answers of one prompt."""
-
-    prompt: str
-    """The text the model saw."""
-    row: Row
-    requests: list[Request]
-    spare: list[int] = field(default_factory=list)
-    """Prompt ids to try instead, should a filter refuse it."""
-    answers: list[Answer] = field(default_factory=list)
-    verdict: Future[Verdict] | None = None
-    """None before all answers are scored, and where a score failed."""
-
-    @property
-    def prompt_id(self) -> int:
-        """Of all its requests."""
-        return self.requests[0].prompt_id
-
-    @property
-    def answered(self) -> bool:
-        """Every request has its answer."""
-        return len(self.answers) == len(self.requests)
-
-    @property
-    def scored(self) -> bool:
-        """Every answer has its reward, or the reward failed."""
-        return self.answered and all(answer.score.done() for answer in self.answers)
-
-    @property
-    def error(self) -> BaseException | None:
-        """Of the first answer whose reward failed, else of the verdict."""
-        errors = [answer.score.exception() for answer in self.answers] + ([self.verdict.exception()] if self.verdict else [])
-        return next((error for error in errors if error), None)
-
-    @property
-    def refusal(self) -> str:
-        """Why a filter refused the group; empty if none did, or if a reward failed."""
-        return self.verdict.result().refusal if self.verdict and not self.error else ""
 
 
 class Generator:
@@ -133,10 +81,20 @@ class Generator:
         """Of the last call of `groups`: dropped prompt ids (`rollout.reward_error = "drop"`), each with its first error."""
         self.unwritten: list[Samples] = []
         """Finished groups that `groups` has not yielded yet."""
-        self._pool = ThreadPoolExecutor(config.rollout.reward_threads, thread_name_prefix="reward")
+        self._drafts: Mapping[tuple[int, int], Draft] = {}
+        self._left: list[Group] = []
+        self._under_way: dict[int, tuple[Group, Request]] = {}
+        self._flight: Flight | None = None
+        """Of what is being generated: groups without a verdict, requests without an answer."""
+        self._pool = Pool(config.rollout.reward_threads, "reward")
 
     def groups(
-        self, step: int, prompt_ids: Sequence[int] | np.ndarray, version: int, spare: Mapping[int, Sequence[int]] | None = None
+        self,
+        step: int,
+        prompt_ids: Sequence[int] | np.ndarray,
+        version: int,
+        spare: Mapping[int, Sequence[int]] | None = None,
+        drafts: Mapping[tuple[int, int], Draft] | None = None,
     ) -> Iterator[Samples]:
         """Yield finished groups, `rollout.flush_groups` at a time, in the order in which they finish.
 
@@ -148,12 +106,13 @@ class Generator:
             prompt_ids: this engine's share of the step.
             version: of the engine's weights.
             spare: for a prompt id, those to try after it.
+            drafts: by prompt id and sample index, what an earlier attempt had of their answers.
 
         Raises:
             EdgeError, EngineError: a reward failed, or the engine refused a request twice, and `rollout.reward_error = "fail"`.
             EngineDied, DeadlineExceeded: the engine, where it is not started again.
         """
-        self.reward_errors, self.unwritten, self.version = {}, [], version
+        self.reward_errors, self.unwritten, self.version, self._drafts = {}, [], version, drafts or {}
         others = spare or {}
         for group in self._judged([self._group(self.prompts, int(i), spare=others.get(int(i), ())) for i in prompt_ids]):
             self.unwritten += self._accept(step, group)
@@ -161,6 +120,14 @@ class Generator:
                 yield self._written()
         if self.unwritten:
             yield self._written()
+
+    def interrupted(self) -> list[Draft]:
+        """After `Stopped`: what there is of the answers of groups that are not finished."""
+        found = self._flight.interrupt() if self._flight else {}
+        begun = [(request, found.get(key, request.begun)) for key, (_, request) in self._under_way.items()]
+        answers = [answer for group in self._left for answer in group.answers]
+        answers += [Answer(request, output, "", Future(), self.version) for request, output in begun]
+        return [answer.draft for answer in answers if answer.output.tokens]
 
     def evaluate(self, index: int = 0, count: int = 1) -> Evaluation:
         """Greedy answers to every `count`-th held-out prompt from `index` on, at most `eval.prompts` over all engines.
@@ -173,42 +140,44 @@ class Generator:
             return Evaluation(0.0, 0)
         rows = range(min(len(self.held_out), self.config.eval.prompts))[index::count]
         groups = self._judged([self._group(self.held_out, row, greedy=True) for row in rows], filtering=False)
-        return Evaluation(sum(_rewards(group)[0] for group in groups), len(rows))
+        return Evaluation(sum(rewards(group)[0] for group in groups), len(rows))
 
     def _written(self) -> Samples:
         groups, self.unwritten = self.unwritten, []
         return Samples.concat(groups)
 
-    def close(self) -> None:
-        """Stop the reward threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
     def _group(self, prompts: Prompts, prompt_id: int, greedy: bool = False, spare: Sequence[int] = ()) -> Group:
         row, rollout = prompt_id % len(prompts), self.config.rollout
         tokens, samples = prompts.tokens(row), 1 if greedy else rollout.samples_per_prompt
-        requests = [Request(tokens, prompt_id, i, rollout.max_new_tokens, greedy) for i in range(samples)]
+        drafts = [None if greedy else self._draft(tokens, prompt_id, i) for i in range(samples)]
+        requests = [Request(tokens, prompt_id, i, rollout.max_new_tokens, greedy, draft) for i, draft in enumerate(drafts)]
         return Group(prompts.text(row), prompts.rows[row], requests, [int(i) for i in spare])
+
+    def _draft(self, prompt: list[int], prompt_id: int, index: int) -> Draft | None:
+        """To go on with, if it is of the same prompt, which another tokenizer would change."""
+        draft = self._drafts.get((prompt_id, index))
+        return draft if draft and draft.prompt == prompt else None
 
     def _judged(self, groups: list[Group], filtering: bool = True) -> Iterator[Group]:
         """The groups as their verdicts come in, and those that were generated in place of refused ones."""
         started, idle, waited = time.perf_counter(), 0.0, 0.0
-        everything, left = list(groups), list(groups)
-        under_way: dict[int, tuple[Group, Request]] = {}
-        with self.engine.flight() as direct, self._through_edge(direct, everything) as flight:
-            self._send(flight, groups, under_way)
-            while left:
+        everything, self._left, self._under_way = list(groups), list(groups), {}
+        with self.engine.flight() as self._flight, self._through_edge(self._flight, everything) as flight:
+            self._send(flight, groups)
+            while self._left:
                 if flight.open:
-                    self._receive(flight, under_way)
+                    self._receive(flight)
                 else:
-                    seconds = self._wait(left, waited)
+                    seconds = self._wait(self._left, waited)
                     waited, idle = waited + seconds, idle + seconds
-                for group in self._take_judged(left, filtering):
+                for group in self._decided(filtering):
                     waited = 0.0
+                    self._left.remove(group)
                     if group.refusal and group.spare:
                         other = self._group(self.prompts, group.spare[0], spare=group.spare[1:])
                         everything.append(other)  # before it is sent: the edge finds its sample there
-                        left.append(other)
-                        self._send(flight, [other], under_way)
+                        self._left.append(other)
+                        self._send(flight, [other])
                     yield group
         self.timing = _timing(everything, time.perf_counter() - started - idle, idle)
 
@@ -227,27 +196,31 @@ class Generator:
         kind: type[Conversations] = Ensemble if self.whole else Conversations
         return kind(flight, function, describe, self.prompts.tokenizer, longest, seconds)
 
-    def _send(self, flight: Flight | Conversations, groups: list[Group], under_way: dict[int, tuple[Group, Request]]) -> None:
+    def _send(self, flight: Flight | Conversations, groups: list[Group]) -> None:
+        """Ask for all answers that are not there already."""
         work = [(group, request) for group in groups for request in group.requests]
-        under_way.update(zip(flight.add([request for _, request in work]), work, strict=True))
+        asked = [(group, request) for group, request in work if not request.begun.whole]
+        self._under_way.update(zip(flight.add([request for _, request in asked]), asked, strict=True))
+        for group, request in work:
+            if request.begun.whole:
+                group.answers.append(self._score(group, request, request.begun))
 
-    def _receive(self, flight: Flight | Conversations, under_way: dict[int, tuple[Group, Request]]) -> None:
+    def _receive(self, flight: Flight | Conversations) -> None:
         """The next answer; its score is under way afterwards."""
         key, output = flight.next()
-        group, request = under_way.pop(key)
+        group, request = self._under_way.pop(key)
         group.answers.append(
-            _failed(request, output) if isinstance(output, EngineError) else self._score(group, request, output)
+            failed(request, output) if isinstance(output, EngineError) else self._score(group, request, output)
         )
 
-    def _take_judged(self, groups: list[Group], filtering: bool) -> list[Group]:
-        """Remove the groups that are decided from `groups` and return them; scored ones are given to the judge."""
+    def _decided(self, filtering: bool) -> list[Group]:
+        """The groups that are decided; scored ones are given to the judge."""
         decided = []
-        for group in groups:
+        for group in self._left:
             if group.scored and group.verdict is None and not group.error:
-                group.verdict = self._pool.submit(self.judge, _as_samples(group), filtering)
+                group.verdict = self._pool.submit(self.judge, as_samples(group), filtering)
             if group.scored and (group.verdict is None or group.verdict.done()):
                 decided.append(group)
-        groups[:] = [group for group in groups if group not in decided]
         return decided
 
     def _score(self, group: Group, request: Request, output: Output) -> Answer:
@@ -279,97 +252,14 @@ class Generator:
     def _accept(self, step: int, group: Group) -> list[Samples]:
         """The group's samples, or nothing if a request or a reward of it failed and the policy is to drop."""
         if not group.error:
-            return [_samples(group)]
+            return [samples_of(group)]
         if self.config.rollout.reward_error == "fail" or not isinstance(group.error, EdgeError | EngineError):
             raise group.error
         self.reward_errors[group.prompt_id] = f"step {step}: {group.error}"
         return []
 
 
-def _failed(request: Request, error: EngineError) -> Answer:
-    """In place of an answer that the engine refused to give."""
-    score: Future[Score] = Future()
-    score.set_exception(error)
-    return Answer(request, Output([], [], False), "", score, -1)
-
-
-def _as_samples(group: Group) -> list[Sample]:
-    """As group rewards and filters see them, by sample index."""
-    return [
-        Sample(
-            group_index=group.prompt_id,
-            index=answer.request.sample_index,
-            prompt=group.prompt,
-            tokens=[*answer.request.tokens, *answer.output.tokens],
-            response=answer.text,
-            response_length=len(answer.output.tokens),
-            loss_mask=answer.output.mask,
-            label=group.row.label,
-            reward=_reward(answer.score.result()),
-            rollout_log_probs=answer.output.log_probs,
-            status=Sample.Status.COMPLETED if answer.output.stopped else Sample.Status.TRUNCATED,
-            metadata=dict(group.row.metadata),
-        )
-        for answer in _sorted(group)
-    ]
-
-
-def _sorted(group: Group) -> list[Answer]:
-    return sorted(group.answers, key=lambda answer: answer.request.sample_index)
-
-
-def _reward(score: Score) -> Any:
-    return {"reward": score.value, **score.parts} if score.parts else score.value
-
-
-def _rewards(group: Group) -> list[float]:
-    """Of the group, where there is a group reward, else of each answer. Raises: EdgeError if one failed."""
-    if group.error:
-        raise group.error
-    whole = group.verdict.result().rewards if group.verdict else None
-    return whole or [answer.score.result().value for answer in _sorted(group)]
-
-
 def _timing(groups: list[Group], generate: float, reward: float) -> Timing:
     answers = [answer for group in groups for answer in group.answers]
     work = sum(answer.score.result().seconds for answer in answers if answer.score.exception() is None)
     return Timing(generate, reward, work, sum(sum(answer.output.mask) for answer in answers))
-
-
-def _samples(group: Group) -> Samples:
-    answers = _sorted(group)
-    scores = [answer.score.result() for answer in answers]
-    names = sorted({name for score in scores for name in score.parts})
-    lengths = [len(a.request.tokens) + len(a.output.tokens) for a in answers]
-    label = json.dumps(group.row.label, ensure_ascii=False, default=str)
-    return Samples(
-        prompt_ids=np.array([a.request.prompt_id for a in answers], np.int64),
-        sample_index=np.array([a.request.sample_index for a in answers], np.int32),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        tokens=_flat([(a.request.tokens, a.output.tokens) for a in answers], np.int32),
-        loss_mask=_flat([([0] * len(a.request.tokens), a.output.mask) for a in answers], np.uint8),
-        rollout_log_probs=_flat([([0.0] * len(a.request.tokens), a.output.log_probs) for a in answers], np.float32),
-        weight_versions=_flat([([-1] * len(a.request.tokens), _versions(a)) for a in answers], np.int32),
-        rewards=np.array(_rewards(group), np.float32),
-        status=np.array([STOPPED if a.output.stopped else TRUNCATED for a in answers], np.uint8),
-        prompts=[group.prompt] * len(answers),
-        answers=[answer.text for answer in answers],
-        labels=[label] * len(answers),
-        refusals=[group.refusal] * len(answers),
-        reward_parts={name: np.array([score.parts.get(name, np.nan) for score in scores], np.float32) for name in names},
-        routing=_routing([answer.output for answer in answers]),
-    )
-
-
-def _versions(answer: Answer) -> list[int]:
-    return [answer.version if own else -1 for own in answer.output.mask]
-
-
-def _routing(outputs: list[Output]) -> np.ndarray | None:
-    found = [output.routing for output in outputs if output.routing is not None]
-    return np.concatenate(found) if len(found) == len(outputs) else None
-
-
-def _flat(parts: list[tuple[list[Any], list[Any]]], kind: type) -> np.ndarray:
-    """Prompt and answer values of all samples, one after the other."""
-    return np.concatenate([np.asarray([*prompt, *answer], kind) for prompt, answer in parts])

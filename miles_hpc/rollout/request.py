@@ -10,28 +10,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
-class Request:
-    """One answer to generate.
-
-    `prompt_id` and `sample_index` (with the run's seed) key the sampling noise: the same pair gives the same noise in any
-    batch, engine and attempt.
-    """
-
-    tokens: list[int]
-    prompt_id: int
-    sample_index: int
-    max_new_tokens: int
-    greedy: bool = False
-
-    @property
-    def name(self) -> str:
-        """In a trace."""
-        return f"{self.prompt_id}-{self.sample_index}"
-
-
-@dataclass(frozen=True)
 class Output:
-    """One finished answer."""
+    """One answer."""
 
     tokens: list[int]
     """Sampled token ids, the stop token included."""
@@ -46,10 +26,52 @@ class Output:
     routing: np.ndarray | None = None
     """[prompt and answer tokens, MoE layers, top_k] uint8 or uint16, see `Samples.routing`; None: not recorded."""
 
+    whole: bool = True
+    """False: it was interrupted; another request may go on behind its last token."""
+
     @property
     def mask(self) -> list[int]:
-        """[tokens] 0 or 1: which tokens carry the loss."""
         return [1] * len(self.tokens) if self.loss_mask is None else self.loss_mask
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What an attempt that was interrupted had of an answer; the whole of it where only its group was not finished."""
+
+    sample: tuple[int, int]
+    """Prompt id and sample index."""
+    prompt: list[int]
+    """Token ids before it."""
+    output: Output
+    versions: list[int]
+    """Of the weights that gave each of its tokens."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to generate.
+
+    `prompt_id` and `sample_index` (with the run's seed) key the sampling noise: the same pair gives the same noise in any
+    batch, engine and attempt.
+    """
+
+    tokens: list[int]
+    prompt_id: int
+    sample_index: int
+    max_new_tokens: int
+    greedy: bool = False
+    draft: Draft | None = None
+    """To go on with."""
+
+    @property
+    def begun(self) -> Output:
+        """The beginning of the answer, which is there already."""
+        return self.draft.output if self.draft else Output([], [], False, whole=False)
+
+    @property
+    def name(self) -> str:
+        """In a trace."""
+        return f"{self.prompt_id}-{self.sample_index}"
 
 
 def sampling_seed(run_seed: int, prompt_id: int, sample_index: int) -> int:

@@ -13,6 +13,7 @@ from miles_hpc.errors import DeadlineExceeded, EngineDied, Stopped
 from miles_hpc.handover import Borrower
 from miles_hpc.paths import RunPaths
 from miles_hpc.receiver import Receiver
+from miles_hpc.rollout import drafts
 from miles_hpc.rollout.generate import Generator
 from miles_hpc.rollout.request import Output, Request
 from miles_hpc.samples import store
@@ -22,8 +23,6 @@ from miles_hpc.world import World
 
 @dataclass
 class RolloutRole:
-    """A rollout rank: generates its part of every step, and takes new weights."""
-
     config: Config
     paths: RunPaths
     world: World
@@ -65,7 +64,7 @@ class RolloutRole:
         """This engine's share of the step's groups, written and announced; what is on disk is not generated again.
 
         Raises:
-            Stopped: on the way; the groups that were finished are on disk.
+            Stopped: on the way; the groups that were finished are on disk, with what was begun of others, if wanted.
         """
         old = self.backlog.get(step, [])
         missing = self._missing(step, old)
@@ -75,12 +74,12 @@ class RolloutRole:
         mine = missing[self.world.role_rank :: self.world.role_size]
         with self.clock("rollout", step):
             prompt_ids, spare = [place[0] for place in mine], {place[0]: place[1:] for place in mine}
+            begun = drafts.on_disk(self.paths, step) if self._continues else {}
             try:
-                for samples in self.generator.groups(step, prompt_ids, self.receiver.version, spare):
+                for samples in self.generator.groups(step, prompt_ids, self.receiver.version, spare, begun):
                     self.outbox.put(step, samples)
             except Stopped:
-                for samples in self.generator.unwritten:
-                    self.outbox.keep(step, samples)
+                self._keep(step)
                 raise
         swap = self.receiver.leave()
         timing, dropped = self.generator.timing, sorted(self.generator.reward_errors)
@@ -88,6 +87,17 @@ class RolloutRole:
         first = self.generator.reward_errors[dropped[0]] if dropped else ""
         self.outbox.announce(Finished(step, seconds, timing.generated_tokens, dropped, first))
         self._report(step)
+
+    @property
+    def _continues(self) -> bool:
+        return self.config.rollout.unfinished == "continue"
+
+    def _keep(self, step: int) -> None:
+        """What is there of the step, for the next attempt."""
+        for samples in self.generator.unwritten:
+            self.outbox.keep(step, samples)
+        if self._continues and (begun := self.generator.interrupted()):
+            self.outbox.keep(step, drafts.pack(begun), drafts=True)
 
     def _missing(self, step: int, old: list[Shard]) -> list[list[int]]:
         """Prompt ids to try for each place of the step that has no group yet."""

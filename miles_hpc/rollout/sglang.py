@@ -109,16 +109,20 @@ class Host:
         self.arguments, self.connection = arguments, connection
         self.recorder = Recorder(engine.tokenizer_manager.model_config.hf_config) if arguments.record_routing else None
         self.tasks: set[asyncio.Task[None]] = set()
+        self.aborting = False
+        """What is under way is to end where it is."""
 
     async def serve(self) -> None:
         """Until the other end says "exit" or closes."""
         while (message := await asyncio.to_thread(self._receive))[0] != "exit":
             if message[0] == "generate":
+                self.aborting = False
                 for key, request in message[1]:
                     self._spawn(key, self._generate(key, request))
             elif message[0] == "call":
                 self._spawn(message[1], self._call(*message[1:]))
             elif message[0] == "abort":
+                self.aborting = True
                 self.manager.abort_request(abort_all=True)
 
     def _receive(self) -> tuple[Any, ...]:
@@ -143,8 +147,9 @@ class Host:
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         recorder = None if request.greedy else self.recorder
+        begun = request.begun
         generate = GenerateReqInput(
-            input_ids=request.tokens,
+            input_ids=[*request.tokens, *begun.tokens],
             sampling_params=self._parameters(request),
             return_logprob=True,
             return_routed_experts=recorder is not None,
@@ -152,17 +157,21 @@ class Host:
         )
         answer = await anext(self.manager.generate_request(generate, None))
         meta = answer["meta_info"]
-        reason = meta["finish_reason"]
-        if reason["type"] not in ("stop", "length"):
-            return ("error", key, f"generation ended by {reason}")
-        log_probs = [entry[0] for entry in meta["output_token_logprobs"]]
-        tokens = list(answer["output_ids"])
-        routing = recorder(meta["routed_experts"], len(request.tokens) + len(tokens)) if recorder else None
-        return ("output", key, Output(tokens, log_probs, reason["type"] == "stop", routing=routing))
+        reason = meta["finish_reason"]["type"]
+        ended = reason in ("stop", "length")
+        if not ended and not self.aborting:
+            return ("error", key, f"generation ended by {meta['finish_reason']}")
+        log_probs = [*begun.log_probs, *(entry[0] for entry in meta.get("output_token_logprobs", ()))]
+        tokens = [*begun.tokens, *answer["output_ids"]][: len(log_probs)]
+        # Of an answer that is interrupted at its last token, SGLang does not say that it is the last.
+        stopped = reason == "stop" or (not ended and bool(tokens) and tokens[-1] in self.arguments.stop_tokens)
+        whole = ended or stopped or len(tokens) == request.max_new_tokens
+        routing = recorder(meta["routed_experts"], len(request.tokens) + len(tokens)) if recorder and whole else None
+        return ("output", key, Output(tokens, log_probs, stopped, routing=routing, whole=whole))
 
     def _parameters(self, request: Request) -> dict[str, Any]:
         return {
-            "max_new_tokens": request.max_new_tokens,
+            "max_new_tokens": request.max_new_tokens - len(request.begun.tokens),
             "temperature": 0.0 if request.greedy else self.arguments.temperature,
             "stop_token_ids": self.arguments.stop_tokens,
             "sampling_seed": sampling_seed(self.arguments.seed, request.prompt_id, request.sample_index),

@@ -27,7 +27,6 @@ class Shard:
 
     @classmethod
     def of(cls, step: int, file: Path, samples: Samples) -> "Shard":
-        """The announcement of a written file."""
         refused = {int(i) for i in samples.refused.prompt_ids}
         return cls(step, str(file), [int(i) for i in np.unique(samples.prompt_ids)], sorted(refused))
 
@@ -72,12 +71,11 @@ class Outbox:
         """Write whole groups as one shard and announce it."""
         self.announce(Shard.of(step, self.keep(step, samples), samples))
 
-    def keep(self, step: int, samples: Samples) -> Path:
-        """Write whole groups as one shard, which the next attempt finds."""
-        return store.write(self.paths, step, self.world.rank, self.attempt, samples)
+    def keep(self, step: int, samples: Samples, drafts: bool = False) -> Path:
+        """Write whole groups as one shard, or drafts; the next attempt finds it."""
+        return store.write(self.paths, step, self.world.rank, self.attempt, samples, drafts)
 
     def announce(self, message: Shard | Finished) -> None:
-        """Tell the first training rank."""
         self.world.send(message, self.world.train[0], SAMPLES, self.seconds, "the trainer to hear of samples")
 
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-STOPPED, TRUNCATED = 0, 1
+STOPPED, TRUNCATED, BEGUN = 0, 1, 2
 
 PER_SAMPLE = {"prompt_ids": np.int64, "sample_index": np.int32, "rewards": np.float32, "status": np.uint8}
 PER_TOKEN = {"tokens": np.int32, "loss_mask": np.uint8, "rollout_log_probs": np.float32, "weight_versions": np.int32}
@@ -41,7 +41,7 @@ class Samples:
     rewards: np.ndarray
     """[n] float32."""
     status: np.ndarray
-    """[n] uint8, STOPPED or TRUNCATED."""
+    """[n] uint8, STOPPED or TRUNCATED; BEGUN among drafts only."""
     prompts: list[str]
     answers: list[str]
     labels: list[str]
@@ -122,6 +122,11 @@ class Samples:
             },
             routing=_routing(parts),
         )
+
+
+def flat(parts: Sequence[tuple[Sequence[Any], Sequence[Any]]], kind: type) -> np.ndarray:
+    """Prompt and answer values of all samples, one after the other."""
+    return np.concatenate([np.asarray([*prompt, *answer], kind) for prompt, answer in parts])
 
 
 def _routing(parts: Sequence[Samples]) -> np.ndarray | None:

@@ -37,14 +37,14 @@ FULL_SECONDS, RETRY_SECONDS = 30.0, 0.5
 DAMAGE = (KeyError, ValueError, RuntimeError, IndexError, TypeError, AttributeError, OverflowError, MemoryError)
 
 
-def write(paths: RunPaths, step: int, rank: int, attempt: int, samples: Samples) -> Path:
-    """Write one rollout shard of `step` and return its final name.
+def write(paths: RunPaths, step: int, rank: int, attempt: int, samples: Samples, drafts: bool = False) -> Path:
+    """Write one rollout shard of `step`, or one of drafts, and return its final name.
 
     Raises:
         SampleError: the filesystem refused (read-only, gone, full for half a minute); nothing is left behind under the final
             name.
     """
-    folder = paths.step_samples(step)
+    folder, name_of = paths.step_samples(step), paths.drafts if drafts else paths.rollout_shard
     arrays = {name: getattr(samples, name) for name in ARRAYS}
     arrays |= {f"reward_{_escaped(name)}": values for name, values in samples.reward_parts.items()}
     if samples.routing is not None:
@@ -53,11 +53,11 @@ def write(paths: RunPaths, step: int, rank: int, attempt: int, samples: Samples)
     index = 0
     try:
         _make(folder)
-        while paths.rollout_shard(step, rank, index).exists():
+        while name_of(step, rank, index).exists():
             index += 1
     except OSError as error:
         raise _refused(error, folder) from error
-    final = paths.rollout_shard(step, rank, index)
+    final = name_of(step, rank, index)
     _commit(final, arrays, texts, {"step": step, "rank": rank, "attempt": attempt})
     return final
 
@@ -102,10 +102,11 @@ def read(shard: Path, deadline: float = VISIBLE_SECONDS) -> Samples:
             raise SampleError(f"shard is damaged: {error}", where=str(shard)) from error
 
 
-def on_disk(paths: RunPaths, step: int) -> list[Path]:
-    """Final rollout shards of `step`, by name; used only at a restart."""
+def on_disk(paths: RunPaths, step: int, drafts: bool = False) -> list[Path]:
+    """Final rollout shards of `step`, or those of drafts, by name; used only at a restart."""
+    kind = "drafts" if drafts else "rollout"
     folder = paths.step_samples(step)
-    return sorted(p for p in folder.glob("rollout-*.h5") if re.fullmatch(r"rollout-\d+-\d+\.h5", p.name))
+    return sorted(p for p in folder.glob(f"{kind}-*.h5") if re.fullmatch(rf"{kind}-\d+-\d+\.h5", p.name))
 
 
 def set_aside(shard: Path) -> Path:

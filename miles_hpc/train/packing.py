@@ -12,20 +12,13 @@ class Sequences(Protocol):
     """What packing needs of samples or demonstrations; flat arrays over tokens."""
 
     @property
-    def tokens(self) -> np.ndarray:
-        """[total] int32."""
-
+    def tokens(self) -> np.ndarray: ...
     @property
-    def offsets(self) -> np.ndarray:
-        """[n + 1] int64."""
-
+    def offsets(self) -> np.ndarray: ...
     @property
-    def loss_mask(self) -> np.ndarray:
-        """[total] uint8, 1 on tokens that carry the loss."""
-
+    def loss_mask(self) -> np.ndarray: ...
     @property
-    def routing(self) -> np.ndarray | None:
-        """[total, MoE layers, top_k], or None."""
+    def routing(self) -> np.ndarray | None: ...
 
 
 @dataclass(frozen=True)
@@ -42,7 +35,6 @@ class Demonstrations:
 
     @classmethod
     def of(cls, tokens: list[list[int]], masks: list[list[int]]) -> "Demonstrations":
-        """From the tokens and the mask of each sequence."""
         offsets = np.cumsum([0, *map(len, tokens)])
         flat = [np.fromiter((x for row in rows for x in row), kind) for rows, kind in ((tokens, np.int32), (masks, np.uint8))]
         return cls(flat[0], offsets, flat[1])

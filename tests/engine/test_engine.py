@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -20,12 +21,15 @@ from safetensors.torch import load_file
 from miles_hpc import data, device
 from miles_hpc.buckets import flatten
 from miles_hpc.config import Config, dump
-from miles_hpc.errors import DeadlineExceeded, EngineDied, EngineError
+from miles_hpc.errors import DeadlineExceeded, EngineDied, EngineError, Stopped
 from miles_hpc.handover import handle
+from miles_hpc.paths import RunPaths
+from miles_hpc.rollout import drafts
 from miles_hpc.rollout.engine import EngineHost
 from miles_hpc.rollout.generate import Generator
 from miles_hpc.rollout.request import Output, Request
 from miles_hpc.rollout.reward import Reward
+from miles_hpc.samples import store
 from miles_hpc.samples.schema import Samples
 
 pytestmark = pytest.mark.engine
@@ -129,6 +133,44 @@ def test_leaving_a_generation_early_leaves_the_engine_usable(engine: EngineHost,
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     assert tokens(answers(engine, requests(8))) == tokens(batch[:8])
+
+
+def test_what_is_interrupted_goes_on_as_if_it_had_not_been(
+    engine: EngineHost, model_folder: Path, config: Config, tmp_path: Path
+) -> None:
+    """Left twice, with some answers whole and others begun, through files as at a resume."""
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_new_tokens": 2 * NEW})})
+    train, paths = data.load(config, "train", data.tokenizer_of(model_folder)), RunPaths(tmp_path)
+    paths.samples.mkdir()
+    ids = train.ids_of_step(0, 8)
+    undisturbed = Samples.concat(list(Generator(config, engine, train, Reward.of(config)).groups(0, ids, 0))).sorted()
+    for attempt in (1, 2):
+        generator = Generator(config, engine, train, Reward.of(config))
+        kept = drafts.on_disk(paths, 0)
+        engine.poll_hook = leave_with(1 + sum(draft.output.whole for draft in kept.values()), generator)
+        with pytest.raises(Stopped):
+            list(generator.groups(0, ids, attempt, drafts=kept))
+        store.write(paths, 0, 0, attempt, drafts.pack(generator.interrupted()), drafts=True)
+    engine.poll_hook = lambda: None
+    kept = drafts.on_disk(paths, 0)
+    assert {draft.output.whole for draft in kept.values()} == {True, False}
+    assert max(len(draft.output.tokens) for draft in kept.values() if not draft.output.whole) > 1
+    samples = Samples.concat(list(generator.groups(0, ids, 3, drafts=kept))).sorted()
+    assert (samples.tokens == undisturbed.tokens).all() and (samples.status == undisturbed.status).all()
+    np.testing.assert_allclose(samples.rollout_log_probs, undisturbed.rollout_log_probs, atol=2e-5)
+    assert set(samples.weight_versions) == {-1, 1, 2, 3}
+
+
+def leave_with(answers: int, generator: Generator) -> Callable[[], None]:
+    """A hook that leaves a generation once, with so many answers of groups that are not finished."""
+    left: list[bool] = []
+
+    def poll() -> None:
+        if not left and sum(len(group.answers) for group in generator._left) >= answers:
+            left.append(True)
+            raise Stopped("asked to end by a signal")
+
+    return poll
 
 
 def test_a_refused_request_is_an_error_and_leaves_the_engine_usable(engine: EngineHost, batch: list[Output]) -> None:

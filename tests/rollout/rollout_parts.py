@@ -50,6 +50,9 @@ class Flight:
     def ready(self, seconds: float) -> bool:
         return True
 
+    def interrupt(self) -> dict[int, Output]:
+        return {}
+
     def next(self) -> tuple[int, Output | EngineError]:
         key = self.engine.random.choice(sorted(self.open))
         return key, self.engine.answer(self.open.pop(key))

@@ -1,10 +1,12 @@
 """Groups and rewards, with a stand-in at the border to the engine's process."""
 
 import itertools
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -159,6 +161,24 @@ def test_a_reward_that_hangs_is_named() -> None:
     finally:
         release.set()
     assert "prompt 3, sample 1" in caught.value.where
+
+
+HANGS = """
+import sys, threading
+sys.path.append(sys.argv[1])
+from rollout_parts import generator
+begun = threading.Event()
+def hangs(*ignored):
+    begun.set()
+    threading.Event().wait()
+source = generator(hangs)
+source._pool.submit(hangs)
+begun.wait()
+"""
+
+
+def test_a_reward_that_hangs_does_not_keep_the_process_alive() -> None:
+    subprocess.run([sys.executable, "-c", HANGS, str(Path(__file__).parent)], check=True, timeout=60)
 
 
 def test_evaluation_is_greedy_and_shared_out() -> None:
