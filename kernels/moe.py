@@ -101,6 +101,7 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, ids: Tensor, count: int) -> "Places":
+        """[t, top_k] expert ids below `count` -> where each pair of token and expert lies, experts in order, stable."""
         flat = ids.reshape(-1)
         if ids.is_cuda:
             from miles_hpc.kernels import dispatch

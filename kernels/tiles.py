@@ -37,6 +37,7 @@ class Tiles:
 
     @property
     def per(self) -> int:
+        """Queries of a tile."""
         return self.tokens.shape[1]
 
 

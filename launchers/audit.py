@@ -73,6 +73,7 @@ class Audit:
             yield whole.__doc__ or "", whole()
 
     def there(self) -> Problems:
+        """Nothing, unless retention removed samples. Raises: NotChecked."""
         if any(n < self.past.removed for n in self.past.ledger):
             raise NotChecked(f"samples of steps < {self.past.removed} removed by retention; ledger and events speak for them")
         yield from ()

@@ -45,6 +45,7 @@ class Settings:
 
     @property
     def nodes(self) -> list[str]:
+        """Names of the virtual nodes."""
         return [f"t{i}" for i in range(self.train_nodes)] + [f"r{i}" for i in range(self.rollout_nodes)]
 
 
@@ -57,6 +58,7 @@ class Cluster:
 
     @property
     def running(self) -> bool:
+        """Its controller runs."""
         return self._daemon("slurmctld").pid is not None
 
     @property

@@ -21,6 +21,8 @@ STATES = ("COMPLETING", "SUSPENDED", "PREEMPTED", "REQUEUED", "PENDING", "CONFIG
 
 @dataclass(frozen=True)
 class Partition:
+    """One partition as `scontrol` describes it."""
+
     name: str
     default: bool
     nodes: int
@@ -44,6 +46,7 @@ class JobState:
 
     @property
     def ended(self) -> bool:
+        """Slurm will not run it again."""
         return self.state in ENDED
 
 

@@ -28,7 +28,8 @@ class HetExecutor(SlurmExecutor):
 
     @classmethod
     def name(cls) -> str:
-        return "slurm"  # submitit finds its plugins by this name
+        """By which submitit finds its plugins."""
+        return "slurm"
 
     def submit_run(self) -> HetJob:
         """Write `job.sbatch` and submit it.

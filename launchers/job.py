@@ -21,6 +21,7 @@ class HetInfoWatcher(SlurmInfoWatcher):
         return ["bash", "-c", loop, "watcher", *wanted] if wanted else None
 
     def read_info(self, string: bytes | str) -> dict[str, dict[str, str]]:
+        """Output of the command -> what submitit knows of each job, by its id."""
         text = string if isinstance(string, str) else string.decode()
         found = {}
         for block in text.split("id ")[1:] if text.startswith("id ") else []:

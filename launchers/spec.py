@@ -30,6 +30,7 @@ class Component:
 
     @property
     def ranks(self) -> int:
+        """MPI ranks of all its nodes."""
         return self.nodes * self.ranks_per_node
 
 
@@ -67,9 +68,11 @@ class JobSpec:
 
     @property
     def world_size(self) -> int:
+        """MPI ranks of the job."""
         return self.train.ranks + self.rollout.ranks
 
     def role_of(self, rank: int) -> str:
+        """`train` or `rollout`; training ranks come first."""
         return "train" if rank < self.train.ranks else "rollout"
 
 

@@ -32,13 +32,17 @@ class State(Protocol):
     size: int
 
     @property
-    def fingerprint(self) -> dict[str, Any]: ...
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be equal at a load: sizes of the model and of the layout."""
 
-    def save(self, folder: Path, extra: dict[str, Any]) -> None: ...
+    def save(self, folder: Path, extra: dict[str, Any]) -> None:
+        """Write this rank's files into `folder`, and `extra` beside them."""
 
-    def load(self, folder: Path) -> dict[str, Any]: ...
+    def load(self, folder: Path) -> dict[str, Any]:
+        """Take everything back from `folder` -> what `extra` was."""
 
-    def gather(self, value: Any) -> list[Any]: ...
+    def gather(self, value: Any) -> list[Any]:
+        """`value` of every rank, on every rank."""
 
 
 class Checkpoints:

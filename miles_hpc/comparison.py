@@ -65,6 +65,7 @@ class Difference(NamedTuple):
 
     @property
     def name(self) -> str:
+        """Such as `layer 3 attention`."""
         return self.op if self.layer < 0 else f"layer {self.layer} {self.op}"
 
 

@@ -92,10 +92,12 @@ class Config(Section):
 
     @property
     def engines(self) -> int:
+        """Rollout ranks, each with one engine."""
         return self.rollout_component.ranks
 
     @property
     def samples_per_step(self) -> int:
+        """Answers that a step trains on."""
         return self.rollout.prompts_per_step * self.rollout.samples_per_prompt
 
 

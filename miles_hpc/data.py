@@ -51,6 +51,7 @@ class Prompts:
         return len(self.rows)
 
     def row(self, prompt_id: int) -> Row:
+        """The row of a prompt id; ids count on over the epochs."""
         return self.rows[prompt_id % len(self.rows)]
 
     def order(self, epoch: int) -> np.ndarray:

@@ -20,6 +20,7 @@ class Score:
 
     @property
     def mean(self) -> float:
+        """Mean reward; 0 without prompts."""
         return self.total / max(1, self.prompts)
 
 

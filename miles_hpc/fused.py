@@ -20,6 +20,7 @@ class Fused:
     parts: dict[str, list[tuple[tuple[int, int], "torch.Tensor"]]] = field(default_factory=dict)
 
     def add(self, name: str, tensor: "torch.Tensor") -> None:
+        """Take a checkpoint tensor by its name."""
         if self.exact:
             self.parts[name] = [((0, 0), tensor)]
             return

@@ -30,11 +30,13 @@ class Board:
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Points of one step, on disk when this returns."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
+        """No more points."""
         self._writer.close()
 
 

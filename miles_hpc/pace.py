@@ -21,4 +21,5 @@ class Pace:
         return min(self.most, max(LEAST_SECONDS, FACTOR * self.longest)) if self.longest else self.most
 
     def took(self, seconds: float) -> None:
+        """Note a duration."""
         self.longest = max(self.longest, seconds)

@@ -28,6 +28,7 @@ class RunPaths:
 
     @property
     def script(self) -> Path:
+        """The batch script as submitted."""
         return self.folder / "job.sbatch"
 
     @property
@@ -62,9 +63,11 @@ class RunPaths:
 
     @property
     def attempts(self) -> Path:
+        """One folder per attempt."""
         return self.folder / "attempts"
 
     def attempt(self, number: int) -> Path:
+        """Everything of one attempt; attempts count from 1."""
         return self.attempts / f"{number:03d}"
 
     def attempt_numbers(self) -> list[int]:
@@ -74,6 +77,7 @@ class RunPaths:
         return sorted(int(p.name) for p in self.attempts.iterdir() if p.name.isdigit())
 
     def log(self, attempt: int, role: str, rank: int) -> Path:
+        """What a rank printed."""
         return self.attempt(attempt) / f"{role}-{rank:04d}.log"
 
     def stacks(self, attempt: int, role: str, rank: int) -> Path:
@@ -101,10 +105,12 @@ class RunPaths:
         return self.attempt(attempt) / "start.json"
 
     def verdict(self, attempt: int) -> Path:
+        """How and why the attempt ended (JSON)."""
         return self.attempt(attempt) / "verdict.json"
 
     @property
     def samples(self) -> Path:
+        """One folder of shards per step."""
         return self.folder / "samples"
 
     @property
@@ -113,9 +119,11 @@ class RunPaths:
         return self.samples / "removed.json"
 
     def step_samples(self, step: int) -> Path:
+        """Shards of one step."""
         return self.samples / f"step-{step:06d}"
 
     def rollout_shard(self, step: int, rank: int, index: int) -> Path:
+        """Whole groups of samples, written once."""
         return self.step_samples(step) / f"rollout-{rank:04d}-{index:03d}.h5"
 
     def drafts(self, step: int, rank: int, index: int) -> Path:
@@ -123,13 +131,16 @@ class RunPaths:
         return self.step_samples(step) / f"drafts-{rank:04d}-{index:03d}.h5"
 
     def train_shard(self, step: int, rank: int) -> Path:
+        """The trainer's log-probs and advantages of what it trained on."""
         return self.step_samples(step) / f"train-{rank:04d}.h5"
 
     @property
     def checkpoints(self) -> Path:
+        """One folder per checkpoint."""
         return self.folder / "checkpoints"
 
     def checkpoint(self, step: int) -> Path:
+        """The state after `step` steps."""
         return self.checkpoints / f"step-{step:06d}"
 
     @property
@@ -147,7 +158,9 @@ class RunPaths:
         return Path(config.model.path) if config.model.path else self.model
 
     def tensorboard(self, role: str) -> Path:
+        """Event files of a role."""
         return self.folder / "tensorboard" / role
 
     def heartbeat(self, rank: int) -> Path:
+        """What a rank is doing, written anew every second (JSON)."""
         return self.folder / "heartbeat" / f"rank-{rank:04d}.json"

@@ -214,6 +214,7 @@ class Edge:
 
     @property
     def arguments(self) -> tuple[str, ...]:
+        """Names of the arguments that a function gets."""
         return tuple(inspect.signature(self.protocol.__call__).parameters)[1:]
 
     @property

@@ -10,6 +10,8 @@ class Sample:
     """A prompt with one answer; a function that is called with it may change it only where its documentation says so."""
 
     class Status(Enum):
+        """How the answer ended."""
+
         PENDING = "pending"
         COMPLETED = "completed"
         """The model ended its answer."""
@@ -55,4 +57,5 @@ class Sample:
 
     @property
     def effective_response_length(self) -> int:
+        """Answer tokens that carry the loss."""
         return self.response_length if self.loss_mask is None else sum(self.loss_mask)

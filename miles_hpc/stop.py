@@ -98,9 +98,11 @@ class Box(Protocol):
     """What is waited for, message by message."""
 
     @property
-    def complete(self) -> bool: ...
+    def complete(self) -> bool:
+        """Nothing more is waited for."""
 
-    def take(self) -> bool: ...
+    def take(self) -> bool:
+        """Take one message; False if there is none yet."""
 
 
 @dataclass
@@ -113,6 +115,7 @@ class Leaving:
 
     @property
     def complete(self) -> bool:
+        """Nothing more is waited for, or it is time to leave."""
         return self.left or self.box.complete
 
     def take(self) -> bool:

@@ -33,7 +33,8 @@ JOIN_SECONDS = 120.0
 class Weights(Protocol):
     """What a trainer offers: whole weights under checkpoint names, in a fixed order; collective over the training ranks."""
 
-    def weights(self) -> Iterator[tuple[str, "torch.Tensor"]]: ...
+    def weights(self) -> Iterator[tuple[str, "torch.Tensor"]]:
+        """Name and whole tensor, one after the other, on every training rank."""
 
 
 class Mailbox(Protocol):

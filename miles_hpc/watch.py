@@ -56,14 +56,17 @@ class Seen:
 
     @property
     def place(self) -> tuple[int, str, int]:
+        """Step, phase and progress: what must change."""
         return self.step, self.phase, self.progress
 
     @property
     def gone(self) -> bool:
+        """No sign of life for too long."""
         return self.silent > self.silent_limit
 
     @property
     def overdue(self) -> bool:
+        """No progress for too long."""
         return self.still > self.limit
 
 

@@ -54,6 +54,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
+        """Begin to beat and, on the rank that watches, to look at the others."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = self._file.open("a", encoding="utf-8")  # now: a blocked interpreter cannot open it
         self._arm()

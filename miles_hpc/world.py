@@ -41,10 +41,12 @@ class World:
 
     @property
     def role_rank(self) -> int:
+        """Rank among those of the same role."""
         return self.role_comm.rank
 
     @property
     def role_size(self) -> int:
+        """Ranks of the same role."""
         return self.role_comm.size
 
     @property

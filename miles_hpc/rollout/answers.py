@@ -35,6 +35,7 @@ class Answer:
 
     @property
     def draft(self) -> Draft:
+        """What another attempt can go on with."""
         return Draft((self.request.prompt_id, self.request.sample_index), self.request.tokens, self.output, self.versions)
 
 
@@ -54,14 +55,17 @@ class Group:
 
     @property
     def prompt_id(self) -> int:
+        """Of all its requests."""
         return self.requests[0].prompt_id
 
     @property
     def answered(self) -> bool:
+        """Every request has its answer."""
         return len(self.answers) == len(self.requests)
 
     @property
     def scored(self) -> bool:
+        """Every answer has its reward, or the reward failed."""
         return self.answered and all(answer.score.done() for answer in self.answers)
 
     @property
@@ -121,6 +125,7 @@ def rewards(group: Group) -> list[float]:
 
 
 def samples_of(group: Group) -> Samples:
+    """Of a group without an error, as they are stored, by sample index."""
     answers = _sorted(group)
     scores = [answer.score.result() for answer in answers]
     names = sorted({name for score in scores for name in score.parts})

@@ -72,4 +72,5 @@ class ExactAttention(AttentionBackend):
     forward_extend = forward_decode = forward_mixed = _forward
 
     def support_triton(self) -> bool:
+        """SGLang asks: its Triton kernels are not used."""
         return False

@@ -146,4 +146,5 @@ class Flight:
 
 
 def give_up(error: EngineDied | DeadlineExceeded, requests: Mapping[int, Request]) -> dict[int, Output]:
+    """The recovery of a client that has none. Raises: what it is given."""
     raise error

@@ -31,6 +31,7 @@ class Output:
 
     @property
     def mask(self) -> list[int]:
+        """[tokens] 0 or 1: which tokens carry the loss."""
         return [1] * len(self.tokens) if self.loss_mask is None else self.loss_mask
 
 

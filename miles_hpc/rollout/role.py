@@ -23,6 +23,8 @@ from miles_hpc.world import World
 
 @dataclass
 class RolloutRole:
+    """A rollout rank: generates its part of every step, and takes new weights."""
+
     config: Config
     paths: RunPaths
     world: World

@@ -45,6 +45,7 @@ class ExactSampler(KeyedSampler):
     """With the trainer's formula, bit for bit."""
 
     def log_softmax(self, logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
+        """[requests, vocabulary], [requests, 1] -> [requests, vocabulary] float32."""
         return logprob.log_softmax(logits, temperatures)
 
 

@@ -27,6 +27,7 @@ class Shard:
 
     @classmethod
     def of(cls, step: int, file: Path, samples: Samples) -> "Shard":
+        """The announcement of a written file."""
         refused = {int(i) for i in samples.refused.prompt_ids}
         return cls(step, str(file), [int(i) for i in np.unique(samples.prompt_ids)], sorted(refused))
 
@@ -76,6 +77,7 @@ class Outbox:
         return store.write(self.paths, step, self.world.rank, self.attempt, samples, drafts)
 
     def announce(self, message: Shard | Finished) -> None:
+        """Tell the first training rank."""
         self.world.send(message, self.world.train[0], SAMPLES, self.seconds, "the trainer to hear of samples")
 
 

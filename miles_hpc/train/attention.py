@@ -52,21 +52,22 @@ class CoreAttention(MegatronModule):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
+        mask: Tensor | None,
         *unused: Any,
         packed_seq_params: Packed,
         **more: Any,
     ) -> Tensor:
         """[t, heads, head_dim], [t, groups, head_dim] twice -> [t, heads * head_dim]."""
         pack = packed_seq_params
-        query = rotate(query, pack.cos, pack.sin)
-        key = rotate(key, pack.cos, pack.sin)
+        return self.attend(rotate(query, pack.cos, pack.sin), rotate(key, pack.cos, pack.sin), value, pack).flatten(1)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, pack: Packed) -> Tensor:
+        """With rotated queries and keys -> [t, heads, head_dim]."""
         if flash.usable(query):
-            bounds, longest = pack.cu_seqlens_q, pack.max_seqlen_q
-            return flash.varlen(query, key, value, bounds, longest, self.scale, repeatable=False).flatten(1)
+            return flash.varlen(query, key, value, pack.cu_seqlens_q, pack.max_seqlen_q, self.scale, repeatable=False)
         q, k, v = (_grid(x, pack) for x in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
-        return out.transpose(1, 2).flatten(0, 1)[pack.cells].flatten(1)
+        return out.transpose(1, 2).flatten(0, 1)[pack.cells]
 
 
 def _grid(x: Tensor, pack: Packed) -> Tensor:

@@ -29,6 +29,7 @@ class Dims:
 
 
 def head_dim(config: Any) -> int:
+    """Size of an attention head; some configurations leave it out."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -166,4 +167,5 @@ def _layer(config: Any, layer: int) -> Iterator[Rule]:
 
 
 def has_qk_norm(config: Any) -> bool:
+    """Queries and keys are normalised before the rotation."""
     return config.model_type.startswith("qwen3")

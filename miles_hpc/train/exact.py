@@ -3,14 +3,12 @@
 Parameters keep their names and places, so checkpoints, weight sync and export do not notice.
 """
 
-import math
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -19,38 +17,21 @@ from miles_hpc.errors import NumericsError
 from miles_hpc.kernels import flash, moe, selftest
 from miles_hpc.kernels.attention import Grid, varlen
 from miles_hpc.kernels.linear import linear, linear_float
-from miles_hpc.kernels.rope import rotate
 from miles_hpc.kernels.tiles import Tiles, tiles
 from miles_hpc.samples.schema import Samples
-from miles_hpc.train.attention import Packed
+from miles_hpc.train.attention import CoreAttention, Packed
 from miles_hpc.train.packing import spans
 
 
-class CoreAttention(MegatronModule):
-    """megatron-core's `core_attention` for packs."""
+class ExactAttention(CoreAttention):
+    """One order of addition for every key, whatever the pack."""
 
-    def __init__(self, config: Any, *unused: Any, softmax_scale: float | None = None, **more: Any) -> None:
-        super().__init__(config=config)
-        self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels)
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        *unused: Any,
-        packed_seq_params: Packed,
-        **more: Any,
-    ) -> Tensor:
-        """[t, heads, head_dim], [t, groups, head_dim] twice -> [t, heads * head_dim]."""
-        pack = packed_seq_params
-        query, key = rotate(query, pack.cos, pack.sin), rotate(key, pack.cos, pack.sin)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, pack: Packed) -> Tensor:
+        """With rotated queries and keys -> [t, heads, head_dim]."""
         if query.is_cuda:
-            return flash.varlen(query, key, value, pack.cu_seqlens_q, pack.max_seqlen_q, self.scale).flatten(1)
+            return flash.varlen(query, key, value, pack.cu_seqlens_q, pack.max_seqlen_q, self.scale)
         assert pack.tiles  # made by `Policy` on a CPU
-        grid = Grid(pack.rows, pack.cells, pack.max_seqlen_q)
-        return varlen(query, key, value, pack.tiles, grid, self.scale).flatten(1)
+        return varlen(query, key, value, pack.tiles, Grid(pack.rows, pack.cells, pack.max_seqlen_q), self.scale)
 
 
 class Router(TopKRouter):
@@ -82,7 +63,7 @@ def exchange(block: Any) -> Any:
     for layer in block.layer_specs:
         parts = layer.submodules
         parts.self_attn_bda = parts.mlp_bda = _add
-        parts.self_attention.submodules.core_attention = CoreAttention
+        parts.self_attention.submodules.core_attention = ExactAttention
         submodules = parts.mlp.keywords["submodules"]  # the builder is a partial
         if isinstance(submodules, MoESubmodules):
             submodules.router = Router

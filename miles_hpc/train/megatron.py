@@ -249,6 +249,7 @@ class ExpertLoad:
         self.clear()
 
     def clear(self) -> None:
+        """Count from 0 again."""
         self.counts = [torch.zeros(r.config.num_moe_experts, device=device.device()) for r in self.routers]
 
     def _add(self, layer: int, routing_map: Tensor) -> None:

@@ -39,10 +39,12 @@ class Meter:
         self.sums["trained_tokens"] += tokens
 
     def entropy(self, entropy: Tensor) -> None:
+        """[answer tokens], of one micro-batch, in nats."""
         self.sums["entropy"] += entropy.detach().sum()
         self.sums["scored"] += len(entropy)
 
     def critic_step(self, loss: Tensor, grad_norm: float) -> None:
+        """Loss and gradient norm of one step of the critic."""
         self.sums["value_loss"] += loss
         self.value_norms.append(grad_norm)
 
@@ -54,6 +56,7 @@ class Meter:
         self.sums["taught"] += len(answers)
 
     def optimizer_step(self, grad_norm: float) -> None:
+        """Norm of the gradient before clipping."""
         self.norms.append(grad_norm)
 
     def compare(self, samples: Samples, own: np.ndarray, log_probs: np.ndarray) -> None:

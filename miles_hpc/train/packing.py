@@ -12,13 +12,20 @@ class Sequences(Protocol):
     """What packing needs of samples or demonstrations; flat arrays over tokens."""
 
     @property
-    def tokens(self) -> np.ndarray: ...
+    def tokens(self) -> np.ndarray:
+        """[total] int32."""
+
     @property
-    def offsets(self) -> np.ndarray: ...
+    def offsets(self) -> np.ndarray:
+        """[n + 1] int64."""
+
     @property
-    def loss_mask(self) -> np.ndarray: ...
+    def loss_mask(self) -> np.ndarray:
+        """[total] uint8, 1 on tokens that carry the loss."""
+
     @property
-    def routing(self) -> np.ndarray | None: ...
+    def routing(self) -> np.ndarray | None:
+        """[total, MoE layers, top_k], or None."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,7 @@ class Demonstrations:
 
     @classmethod
     def of(cls, tokens: list[list[int]], masks: list[list[int]]) -> "Demonstrations":
+        """From the tokens and the mask of each sequence."""
         offsets = np.cumsum([0, *map(len, tokens)])
         flat = [np.fromiter((x for row in rows for x in row), kind) for rows, kind in ((tokens, np.int32), (masks, np.uint8))]
         return cls(flat[0], offsets, flat[1])

@@ -30,6 +30,8 @@ SAVE_MARGIN = 1.5
 
 @dataclass
 class TrainRole:
+    """A training rank: collects samples, trains, sends weights, saves; the first one of them decides."""
+
     config: Config
     paths: RunPaths
     world: World

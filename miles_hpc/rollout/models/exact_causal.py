@@ -39,6 +39,8 @@ def stack(owner: nn.Module, columns: int, **rows: int) -> Tensor:
 
 
 class Attention(nn.Module):
+    """Grouped-query attention, with query and key norms where the model has them."""
+
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
         self.size, self.eps = head_dim(config), config.rms_norm_eps
@@ -60,6 +62,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """SwiGLU."""
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         width = config.intermediate_size
@@ -72,6 +76,8 @@ class MLP(nn.Module):
 
 
 class Expert(nn.Module):
+    """Names of one expert's parts of the stacked weights, for loading."""
+
     def __init__(self, up: Tensor, down: Tensor) -> None:
         super().__init__()
         gate, up = up.chunk(2)
@@ -79,6 +85,8 @@ class Expert(nn.Module):
 
 
 class MoE(nn.Module):
+    """Top-k of SwiGLU experts, in the trainer's order of addition."""
+
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__()
         self.layer = layer
@@ -97,6 +105,8 @@ class MoE(nn.Module):
 
 
 class Layer(nn.Module):
+    """Attention and MLP on a float32 residual stream."""
+
     def __init__(self, config: Any, index: int) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
@@ -113,6 +123,8 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
+    """Tokens and positions to hidden states."""
+
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.eps = config.rms_norm_eps
@@ -135,6 +147,8 @@ class Decoder(nn.Module):
 
 
 class Logits(LogitsProcessor):
+    """SGLang's processor with the row-invariant product, in float32."""
+
     def _compute_lm_head(self, hidden_states: Tensor, lm_head: Any, embedding_bias: Any = None) -> Tensor:
         return linear_float(hidden_states, lm_head.weight)
 
@@ -177,15 +191,15 @@ class ExactModel(nn.Module):
 
 
 class Qwen3ForCausalLM(ExactModel):
-    pass
+    """SGLang finds the class by this name."""
 
 
 class Qwen3MoeForCausalLM(ExactModel):
-    pass
+    """SGLang finds the class by this name."""
 
 
 class LlamaForCausalLM(ExactModel):
-    pass
+    """SGLang finds the class by this name."""
 
 
 EntryClass = [Qwen3ForCausalLM, Qwen3MoeForCausalLM, LlamaForCausalLM]
