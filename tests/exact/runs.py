@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from miles_hpc.launchers import cli, state
 from miles_hpc.paths import RunPaths
 
@@ -33,17 +35,38 @@ def reward(prompt, answer, label, metadata):
 
 def run(folder: Path, *settings: str) -> RunPaths:
     """Run TOML with `--set` overrides to its end, in a folder of its own."""
+    paths = start(folder, *settings)
+    wait(paths)
+    return paths
+
+
+def start(folder: Path, *settings: str) -> RunPaths:
     folder.mkdir()
     (folder / "beside.py").write_text(REWARD)
     (folder / "job.toml").write_text(TOML)
     overrides = [word for text in (f"run.folder={folder / 'run'}", *settings) for word in ("--set", text)]
     assert cli.main(["run", str(folder / "job.toml"), "--local", *overrides]) == 0
-    paths = RunPaths(folder / "run")
+    return RunPaths(folder / "run")
+
+
+def wait(paths: RunPaths) -> None:
     deadline = time.monotonic() + 400
     while not state.state_of(paths.folder).ended:
         assert time.monotonic() < deadline, logs(paths)
         time.sleep(0.2)
-    return paths
+
+
+def generating(paths: RunPaths, step: int, number: int, seconds: float = 300) -> psutil.Process:
+    """The scheduler of a rollout rank that generates a step after `step`."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        beats = [json.loads(f.read_text()) for f in sorted(paths.heartbeat(0).parent.glob("rank-*.json"))]
+        ranks = [beat for beat in beats if beat["role"] == "rollout"]
+        if ranks and ranks[number]["phase"] == "rollout" and ranks[number]["step"] > step:
+            children = psutil.Process(ranks[number]["pid"]).children(recursive=True)
+            return next(child for child in children if "scheduler" in child.name())
+        time.sleep(0.005)
+    raise AssertionError(logs(paths))
 
 
 def events(paths: RunPaths) -> list[dict[str, Any]]:

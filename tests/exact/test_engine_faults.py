@@ -1,21 +1,19 @@
 """Engines that die or hang in the middle of a run, on real parts: same attempt, nothing lost, the same weights bit for bit."""
 
-import json
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 sys.path.append(str(Path(__file__).parent))
-from runs import digest, events, logs, run
+from runs import digest, events, generating, logs, run
 
 from miles_hpc.launchers import audit, report
 from miles_hpc.paths import RunPaths
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 SMALL = ["run.steps=4", "rollout.max_new_tokens=24", "eval.prompts=8", "data.eval=miles_hpc.examples.arithmetic:prompts"]
 
 
@@ -44,20 +42,7 @@ def disturbed(folder: Path, *settings: str) -> tuple[RunPaths, list[str]]:
     return run(folder, *SMALL, *settings), done
 
 
-def generating(paths: RunPaths, step: int, number: int, seconds: float = 300) -> psutil.Process:
-    """The scheduler of a rollout rank that generates a step after `step`."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        beats = [json.loads(f.read_text()) for f in sorted(paths.heartbeat(0).parent.glob("rank-*.json"))]
-        ranks = [beat for beat in beats if beat["role"] == "rollout"]
-        if ranks and ranks[number]["phase"] == "rollout" and ranks[number]["step"] > step:
-            children = psutil.Process(ranks[number]["pid"]).children(recursive=True)
-            return next(child for child in children if "scheduler" in child.name())
-        time.sleep(0.005)
-    raise AssertionError(logs(paths))
-
-
-@pytest.mark.parametrize("engines", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("engines", [1, 2])
 def test_a_killed_and_a_stopped_engine_change_nothing(folder, undisturbed, engines):
     paths, done = disturbed(folder / f"disturbed-{engines}", f"slurm.rollout.ranks_per_node={engines}")
     assert done == ["kill", "suspend"]
