@@ -4,6 +4,7 @@ Real slurmctld and slurmds, as an ordinary user, everything below one folder (`.
 tests and a single GPU server; where a Slurm exists that one is used and this file is not.
 """
 
+import itertools
 import json
 import os
 import pwd
@@ -24,6 +25,15 @@ from miles_hpc.launchers.daemon import Daemon, end, processes_from
 FIRST_PORT, LAST_PORT = 16800, 32000  # below Linux's range of ephemeral ports
 # A unix socket's path holds 107 bytes and slurmstepd puts one at <home>/spool/<node>/<node>_<job>.<step>.
 LONGEST_HOME = 70
+DEVICES = Template("""\
+#!/bin/bash
+case $$SLURMD_NODENAME in
+$numbers
+    *) exit ;;
+esac
+for i in $${CUDA_VISIBLE_DEVICES//,/ }; do seen+=,$${own[i]}; done
+echo "export CUDA_VISIBLE_DEVICES=$${seen:1}"
+""")
 FOLDERS = ("etc", "run", "log", "state", "spool", "tmp")
 
 
@@ -155,6 +165,8 @@ class Cluster:
         etc = self.home / "etc"
         (etc / "slurm.conf").write_text(self._slurm_conf(settings, _free_ports(len(settings.nodes) + 2)))
         (etc / "gres.conf").write_text(self._gres_conf(settings))
+        (etc / "devices.sh").write_text(self._devices(settings))
+        (etc / "devices.sh").chmod(0o755)
         # Without it slurmd ends at once where only cgroup v2 is mounted and no systemd runs.
         (etc / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nIgnoreSystemd=yes\n")
         (etc / "settings.json").write_text(json.dumps(asdict(settings)))
@@ -200,11 +212,21 @@ class Cluster:
             link = self.home / f"run/gpu{i}"
             link.unlink(missing_ok=True)
             link.symlink_to("/dev/null")  # Slurm wants a device file and takes its last digits as the index
-        devices = settings.gpu_devices or tuple(f"{self.home}/run/gpu{i}" for i in range(settings.gpus))
-        for number, node in enumerate(settings.nodes):
-            for i in range(settings.gpus):
-                lines.append(f"NodeName={node} Name=gpu File={devices[(number * settings.gpus + i) % len(devices)]}")
+        lines += [f"NodeName={node} Name=gpu File={file}" for node, files in self._dealt(settings).items() for file in files]
         return "\n".join(lines) + "\n"
+
+    def _dealt(self, settings: Settings) -> dict[str, list[str]]:
+        """Device files of each node."""
+        files = itertools.cycle(settings.gpu_devices or [f"{self.home}/run/gpu{i}" for i in range(settings.gpus)])
+        return {node: list(itertools.islice(files, settings.gpus)) for node in settings.nodes}
+
+    def _devices(self, settings: Settings) -> str:
+        """Slurm's TaskProlog. It counts the GPUs of every node from 0, as on a machine of its own; here they are neighbours."""
+        dealt = self._dealt(settings).items() if settings.gpu_devices else ()
+        numbers = [
+            f"    {node}) own=({' '.join(re.findall(r'[0-9]+$', file)[0] for file in files)}) ;;" for node, files in dealt
+        ]
+        return DEVICES.substitute(numbers="\n".join(numbers))
 
     def _daemons(self, settings: Settings) -> list[Daemon]:
         names = ["munged"] if settings.auth == "munge" else []

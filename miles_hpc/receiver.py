@@ -121,7 +121,7 @@ class Receiver:
         seconds = order.seconds + GRACE_SECONDS
         match order.message:
             case Call():
-                return Present(self._generation, self.workers)
+                return Present(self._generation, self.workers, len(self.restarts.deaths))
             case Meeting() as meeting:
                 self._leave()
                 return self._join(meeting, seconds)
@@ -138,7 +138,7 @@ class Receiver:
 
     def _fail(self, order: Order, error: Exception) -> None:
         self._failed = order.round
-        self._answer(order, Trouble(str(error)))
+        self._answer(order, Trouble(str(error), isinstance(error, EngineError)))
 
     def _again(self, error: EngineDied | DeadlineExceeded) -> None:
         self.version, self._generation = -1, None

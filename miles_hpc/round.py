@@ -69,6 +69,8 @@ class Present:
     generation: int | None
     """Of the group that its workers are in."""
     workers: int
+    starts: int = 0
+    """How often the engine was started again in this attempt."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,8 @@ class Trouble:
     """The engine died, does not answer or refused; its rank takes no further part in this round."""
 
     why: str
+    refused: bool
+    """The engine lives."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +130,21 @@ class Round:
         """Engines that have not confirmed the version."""
         self.broken = ""
         """Why the round was given up."""
+        self.starts: dict[int, int] = {}
+        """By rollout rank: how often its engine was started again, as said at the roll call."""
         self.group: Group | None = None
         self._words: dict[type, dict[int, Any]] = defaultdict(dict)
         self._pending: tuple[Future[None], float] | None = None
 
+    @property
+    def refused(self) -> bool:
+        """An engine that lives could not follow."""
+        return any(trouble.refused for trouble in self._words[Trouble].values())
+
     def open(self, last: Group | None) -> Group | None:
         """Call the roll and have everybody in one group, `last` if it is theirs; None if that failed."""
         present = self._roll()
+        self.starts = {rank: word.starts for rank, word in present.items()}
         if last and last.members == tuple(self.engines) and {p.generation for p in present.values()} == {last.generation}:
             self.group = last
             return last

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 LOST = 13
 JOIN_SECONDS = 120.0
 """At most for a group to form; an engine whose peer dies meanwhile stays in the rendezvous for so long."""
+FRUITLESS_ROUNDS = 3
+"""So many rounds in a row that fail although the engine lives: one more is of no use, and failed NCCL groups keep memory."""
 
 
 class Weights(Protocol):
@@ -95,7 +97,7 @@ class Sender:
         self.version, self.stop = -1, False
         self.round: Round | None = None
         self.group: Group | None = None
-        self._number = 0
+        self._number = self._fruitless = 0
         self._served: dict[int, int] = {}
         """By rollout rank: the last round that it confirmed."""
 
@@ -103,7 +105,8 @@ class Sender:
         """Send the trainer's weights as `version` to all engines; collective over the training ranks.
 
         Raises:
-            SyncError: a name or shape the engines do not know, or an engine whose tensors differ from what was sent.
+            SyncError: a name or shape the engines do not know, an engine whose tensors differ from what was sent, or rounds
+                that keep failing for another reason than an engine that died.
         """
         self.heartbeat.enter("sync")
         self.version, self.stop = version, stop
@@ -152,9 +155,21 @@ class Sender:
 
     def _open(self, engines: list[int]) -> bool:
         self._number += 1
-        self.round = Round(self.world, self._number, engines, self.seconds, self.paces)
+        before, self.round = self.round, Round(self.world, self._number, engines, self.seconds, self.paces)
         self.group = self.round.open(self.group)
+        self._judge(before, self.round)
         return self.group is not None
+
+    def _judge(self, before: Round | None, now: Round) -> None:
+        """Raises: SyncError: another round is of no use."""
+        fruitless = before is not None and before.broken and (before.refused or before.starts == now.starts)
+        self._fruitless = self._fruitless + 1 if fruitless else 0
+        if self._fruitless == FRUITLESS_ROUNDS and before:
+            raise SyncError(
+                f"{FRUITLESS_ROUNDS} rounds in a row did not bring the weights to engines that live; the last: {before.broken}",
+                where=f"rollout ranks {', '.join(map(str, before.engines))}",
+                next_step="with NCCL: NCCL_DEBUG=INFO under [environment] of the site's profile says more",
+            )
 
     def _stream(self, report: Report) -> None:
         """Buckets one after the other; the next is gathered while the last is on its way."""

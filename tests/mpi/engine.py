@@ -1,7 +1,8 @@
 """engine.py FD PARENT: an engine's host process without SGLang, which speaks the host's messages and joins real gloo groups.
 
 It holds plain tensors. A request is answered by the sum of one tensor's elements and the rank. A file `fault-RANK`
-beside its model, "NAME N SIGNAL", makes it send itself that signal at the Nth call of that name, once.
+beside its model, "NAME N SIGNAL", makes it send itself that signal at the Nth call of that name, once; "NAME refused"
+makes it refuse every call of that name.
 """
 
 import os
@@ -73,6 +74,8 @@ class Engine:
         """The fault, if it is now."""
         self.counts[name] += 1
         file = self.folder / f"fault-{os.environ['RANK']}"
+        if file.exists() and file.read_text() == f"{name} refused":
+            raise RuntimeError(f"{name} cannot be done here")
         if file.exists() and file.read_text().split()[:2] == [name, str(self.counts[name])]:
             number = getattr(signal, file.read_text().split()[2])
             file.unlink()
@@ -89,13 +92,13 @@ def main() -> None:
             engine.generate(connection, message[1])
         elif message[0] == "call":
             _, key, name, fields = message
-            engine.meet(name)
-            connection.send(answer(key, getattr(engine, name), fields))
+            connection.send(answer(engine, key, name, fields))
 
 
-def answer(key: int, call: Any, fields: dict[str, Any]) -> tuple[str, int, Any]:
+def answer(engine: Engine, key: int, name: str, fields: dict[str, Any]) -> tuple[str, int, Any]:
     try:
-        return ("answer", key, call(**fields))
+        engine.meet(name)
+        return ("answer", key, getattr(engine, name)(**fields))
     except Exception as error:
         return ("error", key, str(error))
 

@@ -66,3 +66,16 @@ def test_an_engine_that_dies_or_hangs_starts_again_with_the_newest_weights(mpi, 
     helped = [a for step in told(model)["steps"] for a in step["answers"] if a[0] == 3 and a[3] == 2]
     assert len(helped) == (4 if fault.startswith("answer 9") else 0)  # by the engine with nothing to do
     assert sum(step["given_up"] for step in told(model)["steps"]) == given_up
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("init_weights_update_group", marks=pytest.mark.long), "update_weights_from_distributed"]
+)
+def test_an_engine_that_lives_and_always_refuses_ends_the_attempt(mpi, model, name):
+    """Such as two ranks on one GPU, which NCCL does not take: rounds without end would only fill its memory."""
+    (model / "fault-3").write_text(f"{name} refused")
+    done = mpi("deaths", train=2, rollout=2)
+    assert done.returncode != 0
+    said = (model / "refused-train").read_text()
+    assert said.startswith("3 rounds in a row did not bring the weights to engines that live; the last: rollout rank 3")
+    assert f"{name} cannot be done here" in said

@@ -53,10 +53,15 @@ def other(slurm, tmp_path_factory) -> Cluster:
 
 
 def test_a_second_cluster_takes_other_ports_and_leaves_nothing(slurm, other):
+    devices = [other.home / f"nvidia{i}" for i in range(2)]
+    for device in devices:
+        device.symlink_to("/dev/null")
     begin = time.monotonic()
-    assert other.up(Settings(train_nodes=1, rollout_nodes=1, auth="none"))
+    assert other.up(Settings(train_nodes=1, rollout_nodes=1, gpus=1, gpu_devices=tuple(map(str, devices)), auth="none"))
     assert time.monotonic() - begin < 15
     assert sorted(other.say("srun", "-N2", "-p", "all", "printenv", "SLURMD_NODENAME").split()) == ["r0", "t0"]
+    seen = other.say("srun", "-N2", "-p", "all", "--gpus-per-node=1", "printenv", "SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES")
+    assert sorted(seen.split()) == ["0", "1", "r0", "t0"]  # neighbours on one machine do not share a device
     assert len(slurm.say("sinfo", "-hN", "-p", "all").splitlines()) == 4
     assert other.down()
     assert processes_from(other.prefix) == []
