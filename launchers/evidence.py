@@ -83,7 +83,7 @@ def refine(found: Verdict, seen: Evidence) -> dict[str, str]:
     A rank that got a signal can only say `preempted`, one that lost its engine or its peers not even that; Slurm knows whether
     it was the time limit or a lost node.
     """
-    if found.kind not in ("preempted", "rank_died", "bug", "hang"):
+    if found.kind not in ("preempted", "rank_died", "peer_lost", "bug", "hang"):
         return {}
     allocation = _of_allocation(seen)
     if allocation is None:
@@ -95,10 +95,11 @@ def refine(found: Verdict, seen: Evidence) -> dict[str, str]:
 
 
 def collateral(found: Verdict, seen: Evidence) -> bool:
-    """True where a rank failed or left after TERM because srun ended the step for the loss of another, which is to be named."""
+    """True where another rank was lost, which is to be named: this one failed in a collective with it, or failed or left after
+    TERM because srun ended the step."""
     another = any(loss.rank != found.rank and loss.signal not in (0, signal.SIGTERM) for loss in seen.losses)
-    ended = bool(found.error) or found.signal == signal.SIGTERM
-    return found.kind == "preempted" and ended and another and _of_allocation(seen) is None
+    ended = found.kind == "preempted" and (bool(found.error) or found.signal == signal.SIGTERM)
+    return (ended or found.kind == "peer_lost") and another and _of_allocation(seen) is None
 
 
 def _of_allocation(seen: Evidence) -> tuple[str, str] | None:

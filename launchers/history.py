@@ -17,6 +17,7 @@ NEEDED = {
     "step": {"step", "attempt", "time", "metrics", "phase_seconds"},
     "eval": {"step", "attempt", "accuracy"},
     "sync": {"seconds", "bytes"},
+    "micro_batch_tokens": {"tokens"},
 }
 LEDGER = {"step", "attempt", "prompt_id", "fate", "samples", "reward"}
 

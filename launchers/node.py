@@ -6,6 +6,7 @@ enough is decided on the batch host. Processes that an earlier attempt of this r
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,13 @@ GONE_SECONDS = 5.0
 PROBE_BYTES = 1 << 20
 NVIDIA = ("nvidia-smi", "--format=csv,noheader,nounits", "--query-gpu=index,ecc.errors.uncorrected.volatile.total")
 
+XID = re.compile(r"(\S+) .*NVRM: Xid \((?:PCI:)?([^)]+)\): (\d+),? ?(.*)")
+"""2026-11-29T16:01:23,000000+00:00 NVRM: Xid (PCI:0000:3b:00): 79, pid=7, name=python, GPU has fallen off the bus."""
+BROKEN = {48, 62, 64, 74, 79, 95, 119, 120, 140}
+"""Xids after which a GPU needs a reset, a reboot or a repair (NVIDIA's Xid catalogue): double-bit and uncontained memory
+errors, a halted controller, no spare rows, NVLink, off the bus, no answer from the GPU's own processor. Not those that
+programs cause (13, 31, 43, 45), nor a contained memory error (94), after which the GPU goes on."""
+
 
 def main(run: Path, attempt: int, stamp: str) -> None:
     """Print this node's report."""
@@ -33,6 +42,7 @@ def main(run: Path, attempt: int, stamp: str) -> None:
     report["sees_run"] = sees(RunPaths(run).start(attempt), stamp)
     report["free_memory_mib"] = free_memory_mib()
     report |= gpus()
+    report["gpu_faults"] += xids(since(RunPaths(run), attempt))
     left = [f"{pid} {line}" for pid, line in stale(run) if end(pid)]
     report |= {"stale": left, "stuck": [f"cannot end {pid} {line}" for pid, line in still(run)] if left else []}
     print(json.dumps(report), flush=True)
@@ -88,6 +98,25 @@ def gpus() -> dict[str, Any]:
     rows = [line.split(",") for line in said.stdout.splitlines() if line.strip()]
     faults = [f"GPU {row[0].strip()}: {row[1].strip()} uncorrected ECC errors" for row in rows if _count(row[1])]
     return {"gpus": len(rows), "gpu_faults": faults}
+
+
+def since(paths: RunPaths, attempt: int) -> float:
+    """When the attempt before began; infinity for the first: what a GPU did in the jobs of others may have been mended."""
+    try:
+        return float(json.loads(paths.start(attempt - 1).read_text(encoding="utf-8"))["time"])
+    except (OSError, ValueError, KeyError):
+        return float("inf")
+
+
+def xids(begin: float) -> list[str]:
+    """GPUs that the kernel has reported as broken since a time, once each; none where its log is closed to users."""
+    try:
+        log = subprocess.run(("dmesg", "--time-format", "iso"), capture_output=True, text=True, errors="replace", timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = [found.groups() for line in log.stdout.splitlines() if (found := XID.match(line))]
+    new = [line for line in lines if int(line[2]) in BROKEN and datetime.fromisoformat(line[0]).timestamp() >= begin]
+    return list({(gpu, code): f"GPU {gpu}: Xid {code}, {said}" for _, gpu, code, said in reversed(new)}.values())
 
 
 def _count(text: str) -> int:

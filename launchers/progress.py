@@ -22,6 +22,8 @@ class Progress:
     """Groups of the newest step that a filter refused."""
     restarts: int
     """Engines started again, over all steps."""
+    micro_batch_tokens: int
+    """What memory has lowered it to; 0: it has not."""
     phase_seconds: dict[str, float]
     """Of the newest step."""
     seconds_left: float | None
@@ -36,6 +38,8 @@ class Progress:
             parts.append(f"refused {self.refused}")
         if self.restarts:
             parts.append(f"engine restarts {self.restarts}")
+        if self.micro_batch_tokens:
+            parts.append(f"out of memory: micro-batches of {self.micro_batch_tokens} tokens")
         parts += [f"{name} {seconds:.1f} s" for name, seconds in self.phase_seconds.items() if seconds >= 0.05]
         if self.seconds_left is not None and self.done < self.steps:
             minutes, seconds = divmod(round(self.seconds_left), 60)
@@ -54,6 +58,7 @@ def progress_of(folder: Path, steps: int) -> Progress:
         reward=last.get("metrics", {}).get("reward/mean"),
         refused=int(last.get("metrics", {}).get("groups/refused", 0)),
         restarts=sum(e.get("event") == "engine_restart" for e in past.events),
+        micro_batch_tokens=min((e["tokens"] for e in past.events if e.get("event") == "micro_batch_tokens"), default=0),
         phase_seconds=last.get("phase_seconds", {}),
         seconds_left=_seconds_left([e["time"] for e in done[-11:]], steps - len(done)),
     )

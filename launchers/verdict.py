@@ -7,7 +7,7 @@ from typing import Any
 
 from miles_hpc.paths import RunPaths
 
-RESTART = {"rank_died", "hang", "out_of_memory", "bug"}
+RESTART = {"rank_died", "peer_lost", "hang", "out_of_memory", "bug"}
 """A fault of the program or of one process: the allocation is still good."""
 REQUEUE = {"preempted", "time_limit", "node_failure", "bad_node"}
 """The allocation is gone, going, or has a node that is no good."""
@@ -89,11 +89,13 @@ def decide(now: Situation) -> str:
         return "stop"
     if last.kind in RESTART and (now.replaceable or not now.others or not now.slurm):
         return "restart"
+    if last.kind == "bad_node" and now.replaceable and now.slurm:  # a rank found it broken; a spare takes over
+        return "restart"
     return "requeue" if now.slurm else "stop"
 
 
 def avoided(history: tuple[Attempt, ...]) -> tuple[str, ...]:
-    """Nodes to do without: one that failed its health check, or that two faults in a row name."""
+    """Nodes to do without: one that failed its health check or whose GPU broke, or that two faults in a row name."""
     checked = {node for attempt in history if attempt.kind == "bad_node" for node in attempt.nodes}
     faults = [{*attempt.nodes} for attempt in history if attempt.kind in RESTART]
     return tuple(sorted(checked.union(*(a & b for a, b in pairwise(faults)))))

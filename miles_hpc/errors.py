@@ -18,6 +18,7 @@
         ├── CheckpointError  a checkpoint that cannot be written or read
         ├── NumericsError    trainer and engine do not compute the same (run.numerics = "exact")
         ├── DeadlineExceeded something that could hang did not finish in time
+        ├── OutOfMemory      no smaller micro-batch helps, or not in this attempt
         └── Diverged         the loss or a gradient is not finite
 
 A message says what happened; `where` names rank, node, file or key; `next_step` is the command or edit that helps.
@@ -124,6 +125,10 @@ class NumericsError(Fault):
 
 class DeadlineExceeded(Fault):
     kind = "hang"
+
+
+class OutOfMemory(Fault):
+    kind = "out_of_memory"
 
 
 class Diverged(Fault):

@@ -100,7 +100,7 @@ def _fail(error: BaseException, paths: RunPaths, attempt: int, heartbeat: Heartb
     else:
         traceback.print_exception(error)
     fields = heartbeat.state() | verdicts.of_error(error, paths.folder)
-    if signals.noted() == signal.SIGTERM and fields["kind"] in ("rank_died", "bug", "hang"):
+    if signals.noted() == signal.SIGTERM and fields["kind"] in ("rank_died", "peer_lost", "bug", "hang"):
         # Slurm ends every process of the step, the engine's too: what broke then broke because of that.
         fields["kind"] = "preempted"
     if fields["kind"] == "preempted":

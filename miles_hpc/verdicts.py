@@ -9,15 +9,35 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from miles_hpc.errors import MilesError
+from miles_hpc.errors import EngineDied, MilesError
 from miles_hpc.paths import RunPaths
+
+BROKEN_GPU = (
+    "uncorrectable ecc error",
+    "uncorrectable nvlink error",
+    "hardware stack error",
+    "fallen off the bus",
+    "gpu is lost",
+    "busy or unavailable",
+    "system not yet initialized",
+)
+"""Of CUDA's and NVML's messages those that no program can cause. A failed assertion or launch and an illegal address are not
+among them: they may be the program's own, on every node."""
+SAID = {
+    "out_of_memory": ("out of memory",),
+    "bad_node": BROKEN_GPU,
+    "hang": ("timed out waiting", "collective operation timeout"),
+    "peer_lost": ("connection closed by peer", "connection reset by peer", "remote process exited"),
+}
+"""What torch, gloo and NCCL say in a RuntimeError, lower case, by kind."""
 
 
 def write(paths: RunPaths, attempt: int, /, *, kind: str, **fields: object) -> bool:
     """Write the verdict of `attempt` unless there is one; True if this one stands.
 
     Args:
-        kind: done, preempted, time_limit, node_failure, rank_died, out_of_memory, hang, diverged, user_error or bug.
+        kind: done, preempted, time_limit, node_failure, bad_node, rank_died, peer_lost, out_of_memory, hang, diverged,
+            user_error or bug.
         fields: rank, role, host, node, phase, step, signal, exit_code, error, where, next, traceback.
     """
     final = paths.verdict(attempt)
@@ -48,17 +68,27 @@ def of_error(error: BaseException, run: Path) -> dict[str, Any]:
     """Fields of a verdict for an exception: kind, error, where, next and, unless it is the user's, the traceback."""
     logs = f"miles-submit logs {shlex.quote(str(run))}"
     if isinstance(error, MilesError):
-        fields: dict[str, Any] = {"kind": error.kind, "error": error.what, "where": error.where}
+        fields: dict[str, Any] = {"kind": _kind(error), "error": error.what, "where": error.where}
         fields["next"] = error.next_step or logs
     else:
-        kind = "out_of_memory" if isinstance(error, MemoryError) or "out of memory" in str(error).lower() else "bug"
-        fields = {"kind": kind, "error": f"{type(error).__name__}: {error}", "next": logs}
+        fields = {"kind": _kind(error), "error": f"{type(error).__name__}: {error}", "next": logs}
     frame = _innermost(error)
     if frame:
         fields["frame"] = frame
     if fields["kind"] != "user_error":
         fields["traceback"] = "".join(traceback.format_exception(error))[-8000:]
     return fields
+
+
+def _kind(error: BaseException) -> str:
+    said = str(error).lower()
+    if isinstance(error, MilesError):
+        broken = isinstance(error, EngineDied) and any(words in said for words in BROKEN_GPU)
+        return "bad_node" if broken else error.kind
+    if isinstance(error, MemoryError):
+        return "out_of_memory"
+    found = (kind for kind, texts in SAID.items() if any(words in said for words in texts))
+    return next(found, "bug") if isinstance(error, RuntimeError) else "bug"
 
 
 def _innermost(error: BaseException) -> str:

@@ -4,7 +4,6 @@ It starts from the policy that RL starts from, with a head of zeros. Per rank it
 training: weights, float32 gradients and its share of the optimizer's state.
 """
 
-from collections.abc import Iterable
 from copy import copy
 from typing import Any
 
@@ -20,6 +19,7 @@ from miles_hpc.train.facts import Facts, at
 from miles_hpc.train.megatron import Groups, Policy
 from miles_hpc.train.optimizer import AdamW
 from miles_hpc.train.packing import Pack, spans
+from miles_hpc.train.passes import Passes
 from miles_hpc.train.sleep import Sleeper
 from miles_hpc.train.value import explained, gae_of_answers, value_loss, whiten
 
@@ -83,20 +83,25 @@ class Critic:
         self.sleeper = Sleeper(self.ddp, self.optimizer, train.offload)
 
     @torch.no_grad()
-    def assess(self, facts: Facts, batches: Iterable[Pack], own: np.ndarray, rewards: np.ndarray) -> dict[str, float]:
+    def assess(
+        self, facts: Facts, passes: Passes, shares: list[np.ndarray], own: np.ndarray, rewards: np.ndarray
+    ) -> dict[str, float]:
         """Fill in values, returns and advantages (GAE, whitened over all answer tokens of the step).
 
         Args:
-            batches: this rank's samples.
-            own: [m] int64, their indices.
+            shares: samples of each data-parallel rank.
+            own: [m] int64, this rank's samples.
             rewards: [n] float32, paid at the last answer token of every sample.
 
         Returns:
             Metrics.
         """
         values = np.zeros(len(facts.samples.tokens), np.float32)
-        for batch in batches:
+
+        def score(batch: Pack) -> None:
             values[batch.flat] = self.model.values(batch).cpu().numpy()
+
+        passes.over(facts.samples, shares, score)
         samples, group = facts.samples, self.model.groups.data
         tokens = spans(samples.offsets[own], samples.lengths[own])
         answers = tokens[samples.loss_mask[tokens] != 0]
@@ -108,10 +113,13 @@ class Critic:
         facts.advantages[answers] = whiten(advantages, torch.ones_like(advantages), group).numpy()
         return {"train/value_explained": explained(here, returns, group)}
 
-    def update(self, facts: Facts, batches: Iterable[Pack], token_weight: np.ndarray, values: AdamW) -> tuple[Tensor, float]:
+    def update(
+        self, facts: Facts, passes: Passes, shares: list[np.ndarray], token_weight: np.ndarray, values: AdamW
+    ) -> tuple[Tensor, float]:
         """One optimizer step on a mini-batch.
 
         Args:
+            shares: samples of each data-parallel rank.
             token_weight: [n] float32, weight of a token of each sample.
             values: hyperparameters.
 
@@ -121,14 +129,17 @@ class Critic:
         Raises:
             Diverged: the norm is not finite.
         """
-        assert facts.values is not None and facts.returns is not None
+        then, goals = facts.values, facts.returns
+        assert then is not None and goals is not None
         optimizer.set_hyperparameters(self.optimizer, values)
-        optimizer.zero(self.ddp, self.optimizer)
         total = torch.zeros((), device=device.device())
-        for batch in batches:
-            old, returns = at(facts.values, batch.flat), at(facts.returns, batch.flat)
+
+        def learn(batch: Pack) -> None:
+            old, returns = at(then, batch.flat), at(goals, batch.flat)
             per_token = value_loss(self.model.values(batch), old, returns, self.train.value_clip)
             loss = (per_token * at(token_weight, batch.sample)).sum()
             loss.backward()
-            total += loss.detach()
+            total.add_(loss.detach())
+
+        passes.over(facts.samples, shares, learn, lambda: optimizer.zero(self.ddp, self.optimizer), [total])
         return total, optimizer.step(self.ddp, self.optimizer)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from miles_hpc import attach, edges
 from miles_hpc.config import Config, Train, is_edge
+from miles_hpc.errors import EdgeError
 from miles_hpc.train.correction import CORRECTIONS, Correction
 from miles_hpc.train.divergence import ESTIMATORS, Estimator
 from miles_hpc.train.loss import LOSSES, Loss, TokenLoss, Tokens
@@ -83,7 +84,12 @@ def loss_of(config: Config) -> Loss:
     function = attach.attach(config, "train.loss", name)
 
     def checked(tokens: Tokens, train: Train) -> TokenLoss:
-        answer = edges.call(function, tokens, train, key="train.loss")
+        try:
+            answer = edges.call(function, tokens, train, key="train.loss")
+        except EdgeError as error:
+            if isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise error.__cause__ from None  # the micro-batch is too large, whoever asked last
+            raise
         values, cut = answer if isinstance(answer, tuple) else (answer, torch.zeros_like(tokens.sample, dtype=torch.bool))
         if not isinstance(values, Tensor) or values.shape != tokens.log_probs.shape:
             shape = tuple(tokens.log_probs.shape)

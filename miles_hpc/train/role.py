@@ -1,6 +1,7 @@
 """A training rank's part in the loop: what `loop.train` calls, in that order."""
 
 import math
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 
@@ -64,11 +65,16 @@ class TrainRole:
         """Seconds; a step that is not measured never fits."""
         self.vote = Vote(self.world)
         self.trainer.may_leave = self._may_leave
+        self.trainer.passes.lowered = self._lowered
+        self.limits: list[tuple[int, int]] = []
+        """Tokens of a micro-batch that memory taught, each with the step from which on it holds."""
 
     def start(self) -> int:
         """Resume from the newest checkpoint or begin; returns the first step."""
         with self.clock("resume", 0):
             found = self.checkpoints.resume(self.trainer)
+            self.limits = self.world.share(self._earlier_limits(), self.seconds, "what earlier attempts learned of memory")
+        self._limit(-1)
         step = self._begin() if found is None else found
         self.version = self.saved = step
         if self.lead:
@@ -123,6 +129,7 @@ class TrainRole:
             Stopped: before the first of them, if they cannot be expected to end in time; on all training ranks.
         """
         self._hook("before", step, {})
+        self._limit(step)
         with self.clock("train", step):
             return self.trainer.step(samples, advantages, step)
 
@@ -258,6 +265,25 @@ class TrainRole:
         self.stop.poll()
         if self.vote(self.lead and self._due()):
             raise Stopped("the step could not be expected to end in time")
+
+    def _limit(self, step: int) -> None:
+        """Micro-batches as they were when the step was made before, or would have been: a repeated step gives the same bits."""
+        learned = (tokens for since, tokens in self.limits if since <= step)
+        self.trainer.passes.limit = min([self.config.train.micro_batch_tokens, *learned])
+
+    def _lowered(self, before: int) -> None:
+        """Memory has lowered the limit. A rank that cannot go on may be any, and is the only one that knows."""
+        tokens = self.trainer.passes.limit
+        self.limits.append((self.version, tokens))
+        print(f"out of memory: micro-batches of {tokens} tokens from now on, not {before}", file=sys.stderr, flush=True)
+        if self.lead or self.trainer.passes.tied:
+            configured = self.config.train.micro_batch_tokens
+            self._event("micro_batch_tokens", step=self.version, tokens=tokens, before=before, configured=configured)
+
+    def _earlier_limits(self) -> list[tuple[int, int]]:
+        """What earlier attempts with the same `train.micro_batch_tokens` learned."""
+        lessons = [e for e in self.events.read() if e.get("event") == "micro_batch_tokens"] if self.lead else []
+        return [(e["step"], e["tokens"]) for e in lessons if e["configured"] == self.config.train.micro_batch_tokens]
 
     def _stops(self, wanted: bool) -> bool:
         """True if a training rank wants to end here; the engines are told."""

@@ -23,7 +23,8 @@ from miles_hpc.train.megatron import Groups, Policy, join, leave
 from miles_hpc.train.metrics import Meter
 from miles_hpc.train.objective import Objective
 from miles_hpc.train.optimizer import AdamW
-from miles_hpc.train.packing import Demonstrations, Pack, Sequences, pack, spans
+from miles_hpc.train.packing import Demonstrations, Pack, Sequences, spans
+from miles_hpc.train.passes import Passes
 from miles_hpc.train.sleep import Sleeper
 
 WARM_START = AdamW(lr=2e-3, weight_decay=0.01)
@@ -99,6 +100,7 @@ class Trainer:
         self.ddp = self.policy.wrap()
         self.optimizer = optimizer.build(self.ddp, self.dtype)
         self.sleeper = Sleeper(self.ddp, self.optimizer, self.config.offload)
+        self.passes = Passes(self.groups, self.config.micro_batch_tokens, self._between)
         self.reference: Policy | None = None
         self.critic: Critic | None = None
         self.teacher = self._teacher(Path(self.config.teacher)) if self.config.teacher else None
@@ -179,24 +181,28 @@ class Trainer:
         warm = min(1.0, (step + 1) / c.lr_warmup_steps) if c.lr_warmup_steps else 1.0
         return self.hooks.hyperparameters(step, AdamW(c.lr * warm, c.beta1, c.beta2, c.weight_decay, c.clip_grad))
 
-    def _packs(self, sequences: Sequences, shares: list[np.ndarray]) -> Iterator[Pack]:
-        """This rank's micro-batches; the same number on every rank."""
-        lengths = np.diff(sequences.offsets)
-        batches = schedule.rank_micro_batches(shares, lengths, self.config.micro_batch_tokens, self.groups.data.rank())
-        for indices in batches:
-            self.advance()
-            if not self.changed:
-                self.may_leave()
-            yield pack(sequences, indices, self.groups.tensor.size(), device.device())
+    def _between(self) -> None:
+        """At every micro-batch."""
+        self.advance()
+        if not self.changed:
+            self.may_leave()
+
+    def _sums(self, meter: Meter | None) -> list[Tensor]:
+        """What forwards add to."""
+        of_policy = self.policy.load.counts + ([self.policy.replays.counts] if self.policy.replays else [])
+        return of_policy + (list(meter.sums.values()) if meter else [])
 
     @torch.no_grad()
     def _score(self, policy: Policy, samples: Samples, shares: list[np.ndarray], into: np.ndarray, meter: Meter | None) -> None:
         """Log-probabilities without gradient, written to their places in the flat array."""
-        for batch in self._packs(samples, shares):
+
+        def score(batch: Pack) -> None:
             log_probs, entropy = policy.log_probs(batch, self.temperature)
             into[batch.flat] = log_probs.cpu().numpy()
             if meter:
                 meter.entropy(entropy)
+
+        self.passes.over(samples, shares, score, sums=self._sums(meter))
 
     def _prove(self, samples: Samples, plan: Plan) -> None:
         """In exact numerics, the first step goes on only if trainer and sampler agree bit for bit."""
@@ -221,7 +227,7 @@ class Trainer:
             meter.teacher(samples, share, facts.teacher)
         if self.critic is None:
             return {}
-        return self.critic.assess(facts, self._packs(samples, plan.shares), share, advantages)
+        return self.critic.assess(facts, self.passes, plan.shares, share, advantages)
 
     def _frozen_log_probs(self, model: Policy | None, samples: Samples, plan: Plan) -> np.ndarray | None:
         if model is None:
@@ -233,8 +239,8 @@ class Trainer:
     def _mini_batch(self, facts: Facts, shares: list[np.ndarray], meter: Meter, only: bool) -> None:
         """One optimizer step. If it is the only one, `facts` take its log-probabilities, else they have them already."""
         token_weight = self._token_weights(facts.samples.answer_lengths, np.concatenate(shares))
-        optimizer.zero(self.ddp, self.optimizer)
-        for batch in self._packs(facts.samples, shares):
+
+        def learn(batch: Pack) -> None:
             new, entropy = self.policy.log_probs(batch, self.temperature)
             if only:
                 facts.log_probs[batch.flat] = new.detach().cpu().numpy()
@@ -242,16 +248,19 @@ class Trainer:
             terms = self.objective(facts.tokens(batch, new, entropy, self.config), at(token_weight, batch.sample))
             terms.loss.backward()
             meter.loss(terms, len(batch.flat))
+
+        self.passes.over(facts.samples, shares, learn, self._forget, self._sums(meter))
         meter.optimizer_step(optimizer.step(self.ddp, self.optimizer))
+
+    def _forget(self) -> None:
+        optimizer.zero(self.ddp, self.optimizer)
 
     def _critic_mini_batch(self, facts: Facts, shares: list[np.ndarray], meter: Meter, hyperparameters: AdamW) -> None:
         if self.critic is None:
             return
         token_weight = self._token_weights(facts.samples.answer_lengths, np.concatenate(shares), "token")
         rate = self.config.critic_lr * (hyperparameters.lr / self.config.lr if self.config.lr else 1.0)
-        meter.critic_step(
-            *self.critic.update(facts, self._packs(facts.samples, shares), token_weight, hyperparameters._replace(lr=rate))
-        )
+        meter.critic_step(*self.critic.update(facts, self.passes, shares, token_weight, hyperparameters._replace(lr=rate)))
 
     def _token_weights(self, answer_lengths: np.ndarray, chosen: np.ndarray, kind: str = "") -> np.ndarray:
         """[n] float32, weight of a token of each sample in the mean over the chosen ones."""
@@ -283,12 +292,15 @@ class Trainer:
         answer_lengths = np.add.reduceat(data.loss_mask.astype(np.int64), data.offsets[:-1])
         token_weight = self._token_weights(answer_lengths, everything, "token")
         optimizer.set_hyperparameters(self.optimizer, WARM_START._replace(lr=lr))
-        optimizer.zero(self.ddp, self.optimizer)
         total = torch.zeros((), device=device.device())
-        for batch in self._packs(data, schedule.balanced(everything, np.diff(data.offsets), self.replicas)):
+
+        def learn(batch: Pack) -> None:
             loss = -(self.policy.log_probs(batch)[0] * at(token_weight, batch.sample)).sum()
             loss.backward()
-            total += loss.detach()
+            total.add_(loss.detach())
+
+        shares = schedule.balanced(everything, np.diff(data.offsets), self.replicas)
+        self.passes.over(data, shares, learn, self._forget, [total])
         optimizer.step(self.ddp, self.optimizer)
         self.warm = True
         dist.all_reduce(total, group=self.groups.data)

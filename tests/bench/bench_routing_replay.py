@@ -1,11 +1,13 @@
 """Routing replay: experts and log-probs of a bfloat16 engine against the trainer, without and with it, and its cost.
 
-The trainer is in float32 on a CPU and in bfloat16 on a GPU; both sides hold the same weights. `mismatch` is the share of
-(token, layer) pairs that went to other experts than in the engine, `tokens` that of tokens with any such layer, and
-`diff there` the mean log-prob difference at them (`diff mean`: of all). Steps with and without replay take turns; `cost` is the
-median over pairs.
+Random Qwen3-MoE weights, the same on both sides, and random prompts; the trainer is in float32 on a CPU, in bfloat16 on a GPU.
+`pairs` is the share of (token, layer) pairs that went to other experts than in the engine. `diff` is the mean absolute
+log-prob difference of all answer tokens, `context diff` of those with such a pair at any token before them, `there diff` of
+those with one at the very token that predicts them; `gain` is without / with. Steps with and without replay take turns; `cost`
+is the median over pairs of steps, in seconds of the processor on a CPU. The last row has the median and the range.
 """
 
+import dataclasses
 import statistics
 import sys
 import tempfile
@@ -31,25 +33,39 @@ CPU |= {"vocab_size": 512, "max_position_embeddings": 256, "head_dim": 64, "init
 GPU = {"hidden_size": 1024, "num_hidden_layers": 12, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
 GPU |= {"vocab_size": 32000, "max_position_embeddings": 1024, "num_attention_heads": 16, "num_key_value_heads": 4}
 GPU |= {"head_dim": 64, "initializer_range": 0.03}
-PROMPTS, GROUP, NEW = (16, 4, 64) if not torch.cuda.is_available() else (64, 8, 256)
+ON_GPU = torch.cuda.is_available()
+PROMPTS, GROUP, NEW = (32, 8, 128) if ON_GPU else (16, 4, 64)
+MODELS, SEEDS = (1, 5) if ON_GPU else (3, 2)
+"""Random models, and for each as many sets of prompts."""
 PAIRS = 7
 
 
 def run() -> list[dict[str, Any]]:
-    """One row."""
-    return [measure(GPU if torch.cuda.is_available() else CPU)]
+    """A row for each model and set of prompts, then the summary."""
+    rows = [row for model in range(MODELS) for row in measure(GPU if ON_GPU else CPU, SEEDS, model_seed=model)]
+    return [*rows, summary(rows)]
 
 
-def measure(sizes: dict[str, Any], pairs: int = PAIRS) -> dict[str, Any]:
-    """Sample with one engine, score with one trainer."""
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Median and range of every figure."""
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    return {name: _spread(values) if name != "model" else "median (range)" for name, values in columns.items()}
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.4g} ({min(values):.3g} to {max(values):.3g})"
+
+
+def measure(sizes: dict[str, Any], seeds: int = 1, pairs: int = PAIRS, model_seed: int = 0) -> list[dict[str, Any]]:
+    """Sample with one engine, score with one trainer: a row for each set of prompts."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = hf_model("moe", **sizes).bfloat16()  # weights that both sides hold exactly
+        model = hf_model("moe", model_seed, **sizes).bfloat16()  # weights that both sides hold exactly
         model.save_pretrained(folder / "model")
-        samples = generate(folder / "model", sizes)
-        dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-        with trainer(config(dtype), folder / "model", folder / "store") as made:
-            return {"model": f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f} M"} | score(made, samples, pairs)
+        said = f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f} M, {model_seed}"
+        sets = generate(folder / "model", sizes, seeds)
+        with trainer(config("bfloat16" if ON_GPU else "float32"), folder / "model", folder / "store") as made:
+            return [{"model": said} | score(made, samples, pairs) for samples in sets]
 
 
 def config(dtype: str) -> Config:
@@ -65,18 +81,22 @@ def config(dtype: str) -> Config:
     )
 
 
-def generate(folder: Path, sizes: dict[str, Any]) -> Samples:
-    """Random prompts of 8 to 40 tokens and their answers, with the experts of every token."""
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, sizes["vocab_size"], rng.integers(8, 40)).tolist() for _ in range(PROMPTS)]
-    requests = [Request(prompt, i, k, NEW) for i, prompt in enumerate(prompts) for k in range(GROUP)]
+def generate(folder: Path, sizes: dict[str, Any], seeds: int) -> list[Samples]:
+    """Random prompts of 8 to 40 tokens and their answers, with the experts of every token; a set for each seed."""
     host = EngineHost(config("bfloat16"), folder)
     host.start()
     try:
         host.wait_ready()
-        outputs = dict(host.generate(requests))
+        return [_answers(host, sizes, seed) for seed in range(seeds)]
     finally:
         host.shutdown()
+
+
+def _answers(host: EngineHost, sizes: dict[str, Any], seed: int) -> Samples:
+    rng, first = np.random.default_rng(seed), seed * PROMPTS
+    prompts = [rng.integers(3, sizes["vocab_size"], rng.integers(8, 40)).tolist() for _ in range(PROMPTS)]
+    requests = [Request(prompt, first + i, k, NEW) for i, prompt in enumerate(prompts) for k in range(GROUP)]
+    outputs = dict(host.generate(requests))
     return Samples.concat([_sample(request, outputs[i]) for i, request in enumerate(requests)])
 
 
@@ -104,35 +124,44 @@ def score(made: Any, samples: Samples, pairs: int) -> dict[str, Any]:
     """Steps of learning rate 0 without and with replay."""
     advantages = np.where(samples.rewards > 0, 1.0, -1.0).astype(np.float32)
     assert samples.routing is not None
-    seconds: dict[str, list[float]] = {"without": [], "with": []}
-    results: dict[str, Any] = {}
-    for _ in range(pairs):
-        for mode in seconds:
-            with replaying(made, mode == "with"):
-                started = time.perf_counter()
-                results[mode] = made.step(samples, advantages, 0)
-                seconds[mode].append(time.perf_counter() - started)
+    results, seconds = in_turns(made, samples, advantages, pairs)
     before, after = (routed(made, samples, advantages, on) for on in (False, True))
-    plain, replayed = results["without"].metrics, results["with"].metrics
-    moved = {mode: np.abs(r.train_log_probs - samples.rollout_log_probs)[before[2]].mean() for mode, r in results.items()}
+    distance = {mode: np.abs(r.train_log_probs - samples.rollout_log_probs) for mode, r in results.items()}
     ratios = [b / a - 1 for a, b in zip(seconds["without"], seconds["with"], strict=True)]
     return {
         "tokens": len(samples.tokens),
-        "mismatch without": before[0],
-        "tokens without": before[1],
-        "mismatch with": after[0],
-        "diff there without": float(moved["without"]),
-        "diff there with": float(moved["with"]),
-        "diff mean without": plain["train/logp_abs_diff_mean"],
-        "diff mean with": replayed["train/logp_abs_diff_mean"],
-        "diff max without": plain["train/logp_abs_diff_max"],
-        "diff max with": replayed["train/logp_abs_diff_max"],
-        "KL k3 without": plain["train/rollout_kl_k3"],
-        "KL k3 with": replayed["train/rollout_kl_k3"],
+        "pairs without": before.pairs,
+        "pairs with": after.pairs,
+        **compared("", distance, samples.loss_mask == 1),
+        "context tokens": before.context.sum() / samples.loss_mask.sum(),
+        **compared("context ", distance, before.context),
+        "there tokens": before.there.sum() / samples.loss_mask.sum(),
+        **compared("there ", distance, before.there),
+        **{f"KL k3 {mode}": r.metrics["train/rollout_kl_k3"] for mode, r in results.items()},
         "bytes/token": samples.routing.nbytes / len(samples.tokens),
         "step s": statistics.median(seconds["without"]),
         "cost %": statistics.median(ratios) * 100,
     }
+
+
+def compared(name: str, distance: dict[str, np.ndarray], where: np.ndarray) -> dict[str, float]:
+    """Mean distances of some tokens, and how many times replay makes them smaller."""
+    means = {mode: float(values[where].mean()) for mode, values in distance.items()}
+    return {f"{name}diff {mode}": mean for mode, mean in means.items()} | {f"{name}gain": means["without"] / means["with"]}
+
+
+def in_turns(made: Any, samples: Samples, advantages: np.ndarray, pairs: int) -> tuple[dict[str, Any], dict[str, list[float]]]:
+    """Results and seconds of steps without and with replay, each first in every other pair."""
+    clock = time.perf_counter if ON_GPU else time.process_time
+    data = {"without": dataclasses.replace(samples, routing=None), "with": samples}
+    results, seconds = {}, {mode: list[float]() for mode in data}
+    for turn in range(pairs):
+        for mode in list(data)[:: 1 if turn % 2 else -1]:
+            with replaying(made, mode == "with"):
+                started = clock()
+                results[mode] = made.step(data[mode], advantages, 0)
+                seconds[mode].append(clock() - started)
+    return {mode: results[mode] for mode in data}, seconds
 
 
 @contextmanager
@@ -151,25 +180,37 @@ def replaying(made: Any, on: bool) -> Iterator[None]:
             router.router_replay = layer
 
 
-def routed(made: Any, samples: Samples, advantages: np.ndarray, on: bool) -> tuple[float, float, np.ndarray]:
-    """How the trainer routed beside the engine: shares of (token, layer) pairs and of tokens that went to other experts, and
-    [total] bool, the answer tokens predicted at such a token."""
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """How the trainer routed beside the engine."""
+
+    pairs: float
+    """Share of (token, layer) pairs that went to other experts."""
+    there: np.ndarray
+    """[total] bool, answer tokens predicted at a token with such a pair."""
+    context: np.ndarray
+    """[total] bool, answer tokens with such a pair at any token before them."""
+
+
+def routed(made: Any, samples: Samples, advantages: np.ndarray, on: bool) -> Routed:
+    """Of a step with replay, or of one in which the trainer chooses by itself."""
     from miles_hpc.train.replay import Replay
 
     policy, replays, routers = made.policy, made.policy.replays, made.policy.load.routers
     same: list[torch.Tensor] = [torch.empty(0)] * len(routers)
-    pairs, hit, flags = [], [], np.zeros(len(samples.tokens), bool)
+    pairs, there, context = [], np.zeros(len(samples.tokens), bool), np.zeros(len(samples.tokens), bool)
 
     def look(n: int, chosen: torch.Tensor) -> None:
         same[n] = chosen.gather(1, replays.layers[n].ids).all(-1)
 
     def scored(pack: Any, temperature: float = 1.0) -> Any:
         result = log_probs(pack, temperature)
-        other = torch.stack([replays.layers[n].known[:, 0] & ~s for n, s in enumerate(same)])
         known = replays.layers[0].known[:, 0]
+        other = torch.stack([known & ~s for s in same])
         pairs.append(other[:, known].flatten().cpu())
-        hit.append(other.any(0)[known].cpu())
-        flags[pack.flat] = other.any(0)[pack.before].cpu().numpy()
+        here = other.any(0)
+        there[pack.flat] = here[pack.before].cpu().numpy()
+        context[pack.flat] = _so_far(here, pack.positions)[pack.before].cpu().numpy()
         return result
 
     hooks = [r.register_forward_hook(lambda m, i, out, n=n: look(n, out[1])) for n, r in enumerate(routers)]
@@ -182,4 +223,11 @@ def routed(made: Any, samples: Samples, advantages: np.ndarray, on: bool) -> tup
         Replay.get_replay_topk, policy.log_probs = replay, log_probs
         for hook in hooks:
             hook.remove()
-    return torch.cat(pairs).float().mean().item(), torch.cat(hit).float().mean().item(), flags
+    return Routed(torch.cat(pairs).float().mean().item(), there, context)
+
+
+def _so_far(here: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """[t] bool, whether `here` is true at a token or at one before it in its sequence."""
+    count = here.long().cumsum(0)
+    first = torch.arange(len(here), device=here.device) - positions
+    return count - (count - here.long())[first] > 0

@@ -1,4 +1,4 @@
-"""`make bench-gpu`: engines and trainer on one GPU, dense and MoE; tables here, JSON in docs/benchmarks/gpu-NAME.json.
+"""`make bench-gpu`: engine and trainer on one GPU, dense and MoE, and more; tables here, JSON in docs/benchmarks/gpu-NAME.json.
 
 python tests/bench/gpu.py [NAME ...] [--out FOLDER] [--rounds N] [--modes native exact]
 """
@@ -7,12 +7,13 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent))
 import all as bench
+import bench_routing_replay
 import gpu_generation
 import gpu_models
 import gpu_sync
@@ -36,9 +37,20 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> Tables:
     yield "training", [gpu_training.measure(folder / name, kind, pairs[kind], active, folder) for kind in ("exact", "native")]
 
 
+def replay(folder: Path) -> Tables:
+    """The table of `make bench`, on a GPU."""
+    yield "routing replay", bench_routing_replay.run()
+
+
+OTHERS: dict[str, Callable[[Path], Tables]] = {"routing-replay": replay, "sync": gpu_sync.measure}
+"""Benchmarks of something else than a model; the second needs two GPUs."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join([*gpu_models.MODELS, 'sync'])}; default: what can be run here")
+    parser.add_argument(
+        "names", nargs="*", help=f"of {', '.join([*gpu_models.MODELS, *OTHERS])}; default: what can be run here"
+    )
     parser.add_argument("--out", type=Path, default=bench.RESULTS)
     parser.add_argument("--rounds", type=int, default=gpu_generation.ROUNDS, help="turns of native and exact")
     parser.add_argument("--modes", nargs="+", choices=list(gpu_generation.MODES), default=list(gpu_generation.MODES))
@@ -48,13 +60,13 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device: make bench-gpu needs one", file=sys.stderr)
         return 1
-    names = options.names or [*gpu_models.MODELS, *(["sync"] if torch.cuda.device_count() > 1 else [])]
+    names = options.names or [*gpu_models.MODELS, *list(OTHERS)[: torch.cuda.device_count()]]
     there = bench.machine() | {"gpu": torch.cuda.get_device_name(), "gpus": torch.cuda.device_count()}
     print(json.dumps(there), flush=True)
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             work = Path(folder)
-            tables = gpu_sync.measure(work) if name == "sync" else measure(name, work, options)
+            tables = OTHERS[name](work) if name in OTHERS else measure(name, work, options)
             _write(name, there, tables, options.out)
     return 0
 

@@ -76,6 +76,14 @@ def test_a_rank_that_left_because_another_died_does_not_say_why_the_attempt_ende
     assert collateral(found, seen) == expected
 
 
+@pytest.mark.parametrize(
+    ("number", "state", "expected"), [(9, "RUNNING", True), (15, "RUNNING", False), (9, "NODE_FAIL", False)]
+)
+def test_a_rank_whose_peer_was_lost_is_not_to_blame(number, state, expected):
+    found = Verdict(kind="peer_lost", rank=0, error="RuntimeError: Connection reset by peer")
+    assert collateral(found, Evidence(code=1, job_state=state, losses=(Loss(1, "", signal=number),))) == expected
+
+
 LEFT = """\
 srun: First task exited 60s ago
 srun: StepId=4.0 task 0: running
@@ -138,7 +146,7 @@ def test_the_end_of_a_step_is_not_the_end_of_the_job():
     assert ended_by("slurmstepd-t0: error: *** STEP 8.0 ON t0 CANCELLED AT 2026-11-29T16:27:08 ***\n") == ""
 
 
-@pytest.mark.parametrize("kind", ["preempted", "rank_died", "bug", "hang"])
+@pytest.mark.parametrize("kind", ["preempted", "rank_died", "peer_lost", "bug", "hang"])
 @pytest.mark.parametrize(
     ("seen", "expected"),
     [

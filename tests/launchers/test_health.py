@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,44 @@ def test_what_nvidia_smi_says(tmp_path, monkeypatch, script, gpus, faults):
     found = node.gpus()
     assert found["gpus"] == gpus and len(found["gpu_faults"]) == len(faults)
     assert all(said.startswith(start) for said, start in zip(found["gpu_faults"], faults, strict=True))
+
+
+KERNEL = """\
+2026-11-29T16:00:00,5+00:00 NVRM: Xid (PCI:0000:1b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.
+2026-11-29T17:00:00,5+00:00 usb 1-1: new device
+2026-11-29T17:00:01,5+00:00 NVRM: Xid (PCI:0000:3b:00): 31, pid=7, name=python, MMU Fault
+2026-11-29T17:00:02,5+00:00 NVRM: Xid (PCI:0000:3b:00): 79, pid=7, name=python, GPU has fallen off the bus.
+2026-11-29T17:00:03,5+00:00 NVRM: Xid (PCI:0000:3b:00): 79, pid=8, name=python, GPU has fallen off the bus.
+2026-11-29T17:00:04,5+00:00 NVRM: Xid (PCI:0000:4c:00): 95, pid=9, Uncontained: DRAM
+"""
+
+
+def test_gpus_that_the_kernel_has_reported_since_the_attempt_before_are_named(paths, tmp_path, monkeypatch):
+    """Not what programs did wrong, not what was before, nothing for a first attempt."""
+    program = tmp_path / "dmesg"
+    program.write_text(f"#!/bin/bash\ncat {tmp_path}/kernel.log\n")
+    program.chmod(0o755)
+    (tmp_path / "kernel.log").write_text(KERNEL)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert node.xids(node.since(paths, 1)) == []
+    begun = json.loads(paths.start(1).read_text()) | {"time": datetime.fromisoformat("2026-11-29T16:30:00+00:00").timestamp()}
+    paths.start(1).write_text(json.dumps(begun))
+    paths.start(2).parent.mkdir()
+    paths.start(2).write_text(json.dumps(begun | {"time": 5}))
+    assert health.main(paths.folder, 2, []) == 1
+    said = json.loads(paths.health(2).read_text())["nodes"].popitem()[1]["gpu_faults"]
+    assert [line.split(", ")[0] for line in said] == ["GPU 0000:4c:00: Xid 95", "GPU 0000:3b:00: Xid 79"]
+    assert "fallen off the bus" in said[1] and "Xid 95" in verdict.newest(paths).error
+
+
+def test_a_kernel_log_that_is_closed_to_users_says_nothing(tmp_path, monkeypatch):
+    program = tmp_path / "dmesg"
+    program.write_text("#!/bin/bash\necho dmesg: read kernel buffer failed: Operation not permitted >&2; exit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}")
+    assert node.xids(0.0) == []
+    program.unlink()
+    assert node.xids(0.0) == []
 
 
 def test_ranks_of_this_run_and_what_they_started_are_ended_and_nobody_else(paths):

@@ -46,6 +46,13 @@ def test_engines_that_were_started_again_are_on_the_line(tmp_path):
     assert "engine restarts 1" in progress_of(tmp_path, 1).line()
 
 
+def test_a_limit_that_memory_has_lowered_is_on_the_line(tmp_path):
+    write(
+        tmp_path, *({"event": "micro_batch_tokens", "step": 0, "tokens": n, "before": 2 * n} for n in (512, 256)), step(0, 1.0)
+    )
+    assert "out of memory: micro-batches of 256 tokens" in progress_of(tmp_path, 1).line()
+
+
 def test_a_half_written_line_does_not_count(tmp_path):
     write(tmp_path, step(0, 1.0), tail='{"event": "st')
     assert progress_of(tmp_path, 1).line() == "step 1/1  reward 0.400  rollout 1.2 s  train 0.5 s"

@@ -19,6 +19,7 @@ def history(*kinds: str, moving: bool = True) -> tuple[Attempt, ...]:
         (["hang"], "restart"),
         (["out_of_memory"], "restart"),
         (["bug"], "restart"),
+        (["peer_lost"], "restart"),
         (["preempted"], "requeue"),
         (["time_limit"], "requeue"),
         (["node_failure"], "requeue"),
@@ -67,7 +68,7 @@ def test_three_attempts_without_a_new_step_stop(kind):
 
 @pytest.mark.parametrize("kind", ["preempted", "bad_node"])
 def test_attempts_that_got_no_time_do_not_count(kind):
-    assert decide(Situation(history(*[kind] * 20, moving=False), max_restarts=0)) == "requeue"
+    assert decide(Situation(history(*[kind] * 20, moving=False), max_restarts=0, replaceable=False)) == "requeue"
 
 
 def test_preemptions_between_faults_neither_count_nor_help():
@@ -94,6 +95,15 @@ def test_faults_on_several_nodes_in_turn_accuse_none():
 
 def test_a_node_that_fails_its_check_is_avoided_at_once_one_that_slurm_lost_is_left_to_slurm():
     assert avoided((Attempt(1, "bad_node", 0, 0, ("t1", "r0")), Attempt(2, "node_failure", 0, 0, ("t3",)))) == ("r0", "t1")
+
+
+def test_a_node_whose_gpu_broke_is_replaced_by_a_spare_or_left_and_never_tried_again():
+    past = (Attempt(1, "bad_node", 0, 3, ("t1",)),)
+    assert avoided(past) == ("t1",)
+    assert decide(Situation(past, max_restarts=0)) == "restart"
+    assert decide(Situation(past, max_restarts=0, replaceable=False)) == "requeue"
+    assert decide(Situation(past, max_restarts=0, replaceable=False, others=False)) == "stop"
+    assert decide(Situation(past, max_restarts=9, slurm=False)) == "stop"
 
 
 def test_progress_in_one_of_the_last_three_is_progress():

@@ -36,6 +36,17 @@ def test_attempts_have_verdicts_of_their_own(paths):
         (MemoryError(), "out_of_memory"),
         (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), "out_of_memory"),
         (ZeroDivisionError("by zero"), "bug"),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), "bad_node"),
+        (RuntimeError("NVML: GPU is lost"), "bad_node"),
+        (errors.EngineDied("the engine's host process ended: CUDA error: uncorrectable ECC error encountered"), "bad_node"),
+        (errors.EngineError("the engine refused a request: CUDA error: uncorrectable ECC error encountered"), "bug"),
+        (RuntimeError("CUDA error: device-side assert triggered"), "bug"),
+        (RuntimeError("CUDA error: unspecified launch failure"), "bug"),
+        (RuntimeError("[pair.cc:537] Read error [127.0.0.1]:1394: Connection reset by peer"), "peer_lost"),
+        (RuntimeError("ncclRemoteError: A call failed ... remote process exited or there was a network error"), "peer_lost"),
+        (RuntimeError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)"), "hang"),
+        (ConnectionResetError("Connection reset by peer"), "bug"),
+        (errors.OutOfMemory("a sample does not fit"), "out_of_memory"),
     ],
 )
 def test_kinds_of_errors(paths, error, kind):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from miles_hpc import device
-from miles_hpc.launchers import audit, cli, node, report, state
+from miles_hpc.launchers import audit, cli, node, progress, report, state
 from miles_hpc.paths import RunPaths
 from miles_hpc.samples import store
 
@@ -27,7 +27,7 @@ data = { prompts = "miles_hpc.examples.arithmetic:prompts", eval = "miles_hpc.ex
 warm_start = { data = "miles_hpc.examples.arithmetic:demonstrations", steps = 60 }
 eval = { prompts = 16, every_steps = 2 }
 checkpoint = { every_steps = 1, keep = 2 }
-train = { lr = 1e-3, mini_batches = 2 }
+train = { lr = 1e-3, mini_batches = 2, micro_batch_tokens = 128, loss = "beside:loss" }
 slurm = { time_minutes = 15 }
 
 [rollout]
@@ -37,9 +37,16 @@ max_new_tokens = 20
 flush_groups = 4
 reward = "beside:reward"
 """
-REWARD = """\
+BESIDE = """\
+import torch
+
 def reward(prompt, answer, label, metadata):
     return {"reward": float(answer.count("=") == 3), "length": float(len(answer))}
+
+def loss(tokens, train):
+    if len(tokens.log_probs) > 64:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    return -(tokens.log_probs - tokens.old_log_probs).exp() * tokens.advantages
 """
 
 
@@ -48,7 +55,7 @@ def run(cluster, tmp_path_factory) -> Iterator[RunPaths]:
     """Submit; kill the training rank once it has trained step 1; wait for the end."""
     folder = tmp_path_factory.mktemp("a run")
     (folder / "job.toml").write_text(TOML)
-    (folder / "beside.py").write_text(REWARD)
+    (folder / "beside.py").write_text(BESIDE)
     with pytest.MonkeyPatch.context() as patch:
         for name, value in cluster.exports().items():
             patch.setenv(name, value)
@@ -88,6 +95,13 @@ def test_the_second_attempt_goes_on_where_the_first_ended(run):
     starts = [(e["attempt"], e["step"]) for e in events(run) if e["event"] == "start"]
     assert starts[0] == (1, 0) and starts[1][0] == 2 and starts[1][1] in (1, 2)
     assert [e["event"] for e in events(run)].count("warm_start") == 1
+
+
+def test_what_memory_taught_the_first_attempt_the_second_knows(run):
+    lessons = [(e["attempt"], e["before"], e["tokens"]) for e in events(run) if e["event"] == "micro_batch_tokens"]
+    assert lessons == [(1, 128, 64)], logs(run)
+    assert "out of memory: micro-batches of 64 tokens from now on, not 128" in run.log(1, "train", 0).read_text()
+    assert "out of memory: micro-batches of 64 tokens" in progress.progress_of(run.folder, STEPS).line()
 
 
 def test_nothing_is_lost_or_generated_twice(run):

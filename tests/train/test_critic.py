@@ -8,7 +8,9 @@ import pytest
 import torch
 from train_parts import config, hf_model, samples, trainer, write_model
 
+from miles_hpc import device
 from miles_hpc.errors import ModelError
+from miles_hpc.train.packing import pack
 
 PPO = {"advantage": "gae", "critic_lr": 3e-3, "lr": 1e-3, "mini_batches": 2, "value_clip": 10.0}
 
@@ -59,15 +61,15 @@ def test_values_are_of_the_state_before_each_token(models, tmp_path):
     data = samples()
     with trainer(config(**PPO), models["moe"], tmp_path / "store") as made:
         _steps(made, data, 2)
-        pack = next(made._packs(data, [np.arange(1)]))
-        values = made.critic.model.values(pack)
-        tokens = pack.tokens.clone()
+        first = pack(data, np.arange(1), 1, device.device())
+        values = made.critic.model.values(first)
+        tokens = first.tokens.clone()
         tokens[0, -1] += 1
         torch.testing.assert_close(
-            made.critic.model.values(dataclasses.replace(pack, tokens=tokens)), values, rtol=0, atol=1e-6
+            made.critic.model.values(dataclasses.replace(first, tokens=tokens)), values, rtol=0, atol=1e-6
         )
         tokens[0, 0] += 1
-        assert (made.critic.model.values(dataclasses.replace(pack, tokens=tokens)) != values).all()
+        assert (made.critic.model.values(dataclasses.replace(first, tokens=tokens)) != values).all()
 
 
 def test_a_resumed_run_has_the_same_critic(models, tmp_path):

@@ -48,6 +48,10 @@ def two(models, saved_by_one, folder):
         jobs.append(job | {"name": f"save_{name}", "save": str(folder / f"two_{name}")})
         jobs.append(job | {"name": f"resume_{name}", "resume": str(folder / f"one_{name}")})
     lonely = {"prompts": 1, "group": 2, "expert_parallel": 2}
+    for name, tokens in (("short", 96), ("small", 48)):
+        settings = _settings({"micro_batch_tokens": tokens})
+        jobs.append({"name": name, "model": str(models["moe"]), "config": settings, "steps": 2})
+    jobs[-2]["short"] = {"rank": 1, "tokens": 48, "at": "backward"}
     jobs.append({"name": "lonely", "model": str(models["moe"]), "config": lonely, "steps": 1})
     return in_ranks(jobs, 2, folder / "two")
 
@@ -162,3 +166,11 @@ def test_a_rank_without_samples_takes_part(two):
     """One sample with a gradient and two expert-parallel ranks: the other rank's experts are needed all the same."""
     for rank in two["lonely"]:
         assert np.isfinite(rank["metrics"][0]["train/loss"])
+
+
+def test_all_ranks_follow_the_one_that_is_short_of_memory(two):
+    """Bit for bit as if they had begun with smaller micro-batches (`test_passes.py`)."""
+    for short, small in zip(two["short"], two["small"], strict=True):
+        assert short["limit"] == small["limit"] == 48
+        assert [m["train/grad_norm"] for m in short["metrics"]] == [m["train/grad_norm"] for m in small["metrics"]]
+        assert all(torch.equal(tensor, small["weights"][name]) for name, tensor in short["weights"].items())

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from train_parts import EXPERTS, SIZES, config, hf_model, kept_gradients, routing, run_steps, samples, trainer
 
 from miles_hpc.errors import ModelError, SampleError
-from miles_hpc.train import architecture
-from miles_hpc.train import trainer as module
+from miles_hpc.train import architecture, passes
 from miles_hpc.train.advantage import group_advantages
 from miles_hpc.train.packing import pack
 from miles_hpc.train.replay import Replay
@@ -54,7 +53,7 @@ def reference(s):
 def one_step(models, scratch, s, multiple=1, **train):
     """Log-probs, metrics, and the router's gradient of a step on `s`, packs filled up to `multiple` tokens."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "pack", lambda q, i, _, where: pack(q, i, multiple, where))
+        patch.setattr(passes, "pack", lambda q, i, _, where: pack(q, i, multiple, where))
         with trainer(config(loss="reinforce", **train), models["moe"], scratch) as made:
             gradients = kept_gradients(made)
             result = made.step(s, group_advantages(s.rewards, 4), 0)

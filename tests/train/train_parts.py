@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,31 @@ def kept_gradients(made: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+@contextmanager
+def short_of_memory(tokens: int, at: str = "forward") -> Iterator[list[int]]:
+    """Forwards, or backwards, of more than `tokens` run out of memory, as torch says it. Yields the size of every forward."""
+    from miles_hpc.train.megatron import Policy
+
+    sizes: list[int] = []
+    log_probs = Policy.log_probs
+
+    def fail(gradient: Any = None) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def limited(self: Policy, pack: Any, *rest: Any) -> Any:
+        found = log_probs(self, pack, *rest)
+        sizes.append(pack.tokens.numel())
+        if pack.tokens.numel() > tokens:
+            fail() if at == "forward" else found[0].requires_grad and found[0].register_hook(fail)
+        return found
+
+    Policy.log_probs = limited  # type: ignore[method-assign]
+    try:
+        yield sizes
+    finally:
+        Policy.log_probs = log_probs  # type: ignore[method-assign]
+
+
 def run_steps(made: Any, steps: int = 3, data: Samples | None = None, **shape: Any) -> dict[str, Any]:
     """Train some steps on random samples; everything that other layouts should give too."""
     from miles_hpc.train.advantage import group_advantages
@@ -153,7 +178,8 @@ def run_steps(made: Any, steps: int = 3, data: Samples | None = None, **shape: A
 def in_ranks(jobs: list[dict[str, Any]], size: int, folder: Path, timeout: float = 240.0) -> dict[str, list[Any]]:
     """Run jobs one after the other in `size` processes of their own. Returns what each rank got, by job name.
 
-    A job: name, model (folder), config (arguments of `config`), steps; optional resume and save (folders).
+    A job: name, model (folder), config (arguments of `config`), steps; optional resume and save (folders), and short (rank, and
+    arguments of `short_of_memory`).
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps(jobs))
@@ -188,11 +214,13 @@ def _rank(folder: Path, rank: int, size: int) -> None:
     torch.set_num_threads(1)
     for job in json.loads((folder / "jobs.json").read_text()):
         settings = config(ranks=size, **job["config"])
-        with trainer(settings, Path(job["model"]), folder / f"{job['name']}.store", rank, size) as made:
+        short = dict(job.get("short", {"rank": -1}))
+        memory = short_of_memory(**short) if short.pop("rank") == rank else nullcontext()
+        with memory, trainer(settings, Path(job["model"]), folder / f"{job['name']}.store", rank, size) as made:
             if job.get("resume"):
                 made.load(Path(job["resume"]))
             shape = {k: job["config"][k] for k in ("prompts", "group") if k in job["config"]}
-            result = run_steps(made, job["steps"], **shape)
+            result = run_steps(made, job["steps"], **shape) | {"limit": made.passes.limit}
             if job.get("save"):
                 Path(job["save"]).mkdir(exist_ok=True)
                 made.gather(None)

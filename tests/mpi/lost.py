@@ -1,0 +1,53 @@
+"""lost.py ROLE SIZE FOLDER MODE: two training ranks meet in gloo; the second is `killed`, or comes `late`, in the second step.
+
+What ends a rank is handled as `miles_hpc.main` does it.
+"""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from miles_hpc import main as rank_main
+from miles_hpc.heartbeat import Heartbeat
+from miles_hpc.paths import RunPaths
+from miles_hpc.world import World, connect
+
+PATIENCE_SECONDS = 2.0
+
+
+def train(world: World, folder: Path, mode: str) -> None:
+    limit = timedelta(seconds=PATIENCE_SECONDS)
+    store = dist.FileStore(f"{folder}/group")
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=2, timeout=limit)
+    dist.all_reduce(torch.ones(1))
+    if world.rank == 1 and mode == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if world.rank == 1 and mode == "late":
+        time.sleep(60)
+    dist.all_reduce(torch.ones(1))
+
+
+def main() -> None:
+    role, size, name, mode = sys.argv[1:]
+    paths = RunPaths(Path(name))
+    rank = int(os.environ["PMI_RANK"])
+    heartbeat = Heartbeat(paths.heartbeat(rank), role, rank, 1)
+    world = connect(role, int(size), heartbeat.beat)
+    heartbeat.enter("train", 3)
+    try:
+        if role == "train":
+            train(world, paths.folder, mode)
+        world.receive(7, 60, "a word that never comes")
+    except BaseException as error:
+        rank_main._fail(error, paths, 1, heartbeat)
+        rank_main._end([world])
+
+
+if __name__ == "__main__":
+    main()
