@@ -152,7 +152,7 @@ class Train(Section):
     mini_batches: PositiveInt = 1
     """Optimizer steps per rollout step."""
     micro_batch_tokens: PositiveInt = 8192
-    """Most tokens in one packed forward and backward per rank."""
+    """Most tokens in one packed forward and backward per rank; less where memory is short."""
     loss: LossName | Edge = "ppo"
     """Policy loss (docs/algorithms.md), or a function `(tokens: Tokens, train: Train) -> Tensor` with one loss per token."""
     loss_mean: Literal["token", "sequence", "constant"] = "token"

@@ -35,12 +35,12 @@ SIZES = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
 
 
-def hf_model(family: str, **changes: Any) -> Any:
+def hf_model(family: str, seed: int = 0, **changes: Any) -> Any:
     """A random transformers model. Norm weights differ from one, and Llama's embeddings are tied."""
     define_torchvision_operators()
     import transformers as hf
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     if family == "qwen3":
         model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES | changes))
     elif family == "moe":
