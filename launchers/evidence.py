@@ -97,9 +97,14 @@ def refine(found: Verdict, seen: Evidence) -> dict[str, str]:
 def collateral(found: Verdict, seen: Evidence) -> bool:
     """True where another rank was lost, which is to be named: this one failed in a collective with it, or failed or left after
     TERM because srun ended the step."""
-    another = any(loss.rank != found.rank and loss.signal not in (0, signal.SIGTERM) for loss in seen.losses)
+    another = any(loss.rank != found.rank and _by_itself(loss) for loss in seen.losses)
     ended = found.kind == "preempted" and (bool(found.error) or found.signal == signal.SIGTERM)
     return (ended or found.kind == "peer_lost") and another and _of_allocation(seen) is None
+
+
+def _by_itself(loss: Loss) -> bool:
+    """True if a rank was not ended along with others: killed, or by the kernel for its memory."""
+    return loss.signal not in (0, signal.SIGTERM) or "memory" in loss.reason.lower()
 
 
 def _of_allocation(seen: Evidence) -> tuple[str, str] | None:

@@ -77,11 +77,18 @@ def test_a_rank_that_left_because_another_died_does_not_say_why_the_attempt_ende
 
 
 @pytest.mark.parametrize(
-    ("number", "state", "expected"), [(9, "RUNNING", True), (15, "RUNNING", False), (9, "NODE_FAIL", False)]
+    ("lost", "state", "expected"),
+    [
+        (Loss(1, "Killed", signal=9), "RUNNING", True),
+        (Loss(1, "Out Of Memory"), "RUNNING", True),
+        (Loss(1, "Terminated", signal=15), "RUNNING", False),
+        (Loss(0, "Exited with exit code 1", exit_code=1), "RUNNING", False),
+        (Loss(1, "Killed", signal=9), "NODE_FAIL", False),
+    ],
 )
-def test_a_rank_whose_peer_was_lost_is_not_to_blame(number, state, expected):
+def test_a_rank_whose_peer_was_lost_is_not_to_blame(lost, state, expected):
     found = Verdict(kind="peer_lost", rank=0, error="RuntimeError: Connection reset by peer")
-    assert collateral(found, Evidence(code=1, job_state=state, losses=(Loss(1, "", signal=number),))) == expected
+    assert collateral(found, Evidence(code=1, job_state=state, losses=(lost,))) == expected
 
 
 LEFT = """\
