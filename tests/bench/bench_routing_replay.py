@@ -4,7 +4,8 @@ Random Qwen3-MoE weights, the same on both sides, and random prompts; the traine
 `pairs` is the share of (token, layer) pairs that went to other experts than in the engine. `diff` is the mean absolute
 log-prob difference of all answer tokens, `context diff` of those with such a pair at any token before them, `there diff` of
 those with one at the very token that predicts them; `gain` is without / with. Steps with and without replay take turns; `cost`
-is the median over pairs of steps, in seconds of the processor on a CPU. The last row has the median and the range.
+is the median over pairs of steps, in seconds of the processor on a CPU. Median and range are over
+models and sets of prompts.
 """
 
 import dataclasses
@@ -41,19 +42,14 @@ PAIRS = 7
 
 
 def run() -> list[dict[str, Any]]:
-    """A row for each model and set of prompts, then the summary."""
-    rows = [row for model in range(MODELS) for row in measure(GPU if ON_GPU else CPU, SEEDS, model_seed=model)]
-    return [*rows, summary(rows)]
+    """A row for each figure: median and range over all models and sets of prompts."""
+    found = [row for model in range(MODELS) for row in measure(GPU if ON_GPU else CPU, SEEDS, model_seed=model)]
+    return [{"figure": name, **spread([row[name] for row in found])} for name in found[0]]
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median and range of every figure."""
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
-    return {name: _spread(values) if name != "model" else "median (range)" for name, values in columns.items()}
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.4g} ({min(values):.3g} to {max(values):.3g})"
+def spread(values: list[float]) -> dict[str, float]:
+    """Median, least and most."""
+    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
 
 
 def measure(sizes: dict[str, Any], seeds: int = 1, pairs: int = PAIRS, model_seed: int = 0) -> list[dict[str, Any]]:
@@ -62,10 +58,10 @@ def measure(sizes: dict[str, Any], seeds: int = 1, pairs: int = PAIRS, model_see
         folder = Path(name)
         model = hf_model("moe", model_seed, **sizes).bfloat16()  # weights that both sides hold exactly
         model.save_pretrained(folder / "model")
-        said = f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f} M, {model_seed}"
+        parameters = sum(p.numel() for p in model.parameters())
         sets = generate(folder / "model", sizes, seeds)
         with trainer(config("bfloat16" if ON_GPU else "float32"), folder / "model", folder / "store") as made:
-            return [{"model": said} | score(made, samples, pairs) for samples in sets]
+            return [{"parameters": parameters} | score(made, samples, pairs) for samples in sets]
 
 
 def config(dtype: str) -> Config:

@@ -8,6 +8,7 @@ from train_parts import config, kept_gradients, run_steps, samples, short_of_mem
 
 from miles_hpc.errors import OutOfMemory
 from miles_hpc.train.advantage import group_advantages
+from miles_hpc.train.passes import Passes
 
 TOKENS = 96
 STEPS = 2
@@ -86,6 +87,17 @@ def test_a_sample_that_does_not_fit_alone_is_refused_with_the_key_to_lower(model
             made.step(s, group_advantages(s.rewards, 4), 0)
         assert made.passes.limit <= longest
     assert "rollout.max_new_tokens" in caught.value.next_step and caught.value.kind == "out_of_memory"
+
+
+def test_where_ranks_meet_within_a_micro_batch_it_ends_at_once_and_says_what_comes_next(models, tmp_path, monkeypatch):
+    s, lowered = samples(), []
+    monkeypatch.setattr(Passes, "tied", True)
+    with short_of_memory(TOKENS) as sizes, trainer(config(), models["qwen3"], tmp_path / "store") as made:
+        made.passes.lowered = lowered.append
+        with pytest.raises(OutOfMemory, match="split over ranks") as caught:
+            made.step(s, group_advantages(s.rewards, 4), 0)
+        assert lowered == [256] and made.passes.limit < max(sizes) == sizes[-1]
+    assert f"the next attempt trains in micro-batches of {made.passes.limit} tokens" in caught.value.next_step
 
 
 def test_another_error_is_not_taken_for_it(models, tmp_path, monkeypatch):
