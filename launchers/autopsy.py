@@ -60,12 +60,13 @@ def seen_now(paths: RunPaths, attempt: int, code: int, signal: str) -> Evidence:
     log, hosts = paths.launcher_log(attempt), paths.hosts(attempt)
     names = hosts.read_text(encoding="utf-8").split() if hosts.exists() else []
     said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    ended = end_of_job(paths, started(paths, attempt)) or "CANCELLED"  # to stop too early can be mended
+    start = started(paths, attempt)
+    ended = end_of_job(paths, start) or "CANCELLED"  # to stop too early can be mended
     return Evidence(
         code=code,
         prepared=log.exists(),
         job_state=ended if signal == "TERM" else job.state,
-        bad_nodes=controller.bad_nodes(",".join(job.nodes)),
+        bad_nodes=controller.bad_nodes(",".join(start.get("nodes") or job.nodes)),  # a job that waits again has none
         losses=evidence.losses(said, names, slurm.train.ranks),
         left=evidence.left(said),
         heartbeats=evidence.heartbeats(paths.folder, attempt),

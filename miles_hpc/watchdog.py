@@ -9,13 +9,12 @@ import faulthandler
 import json
 import os
 import shlex
-import signal
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from miles_hpc import signals, verdicts
+from miles_hpc import verdicts
 from miles_hpc.heartbeat import INTERVAL_SECONDS, Heartbeat
 from miles_hpc.paths import RunPaths
 from miles_hpc.watch import Seen, Watch
@@ -28,7 +27,8 @@ LOOKS = 5
 """Before a rank is called silent or late."""
 FINE = ("", "done", "preempted", "time_limit")
 BEREFT = ("Terminating StepId=", "Terminating job step")
-"""What srun says before it sends TERM since it has lost a rank. After scancel, a requeue or a time limit it comes later."""
+"""What srun says once it has lost a rank, before it sends TERM, which does not reach every rank. After scancel, a requeue or a
+time limit it comes later."""
 CANCELLED = "CANCELLED AT"
 
 
@@ -126,7 +126,7 @@ class Watchdog:
 
     def _obey(self) -> None:
         """Leave if the attempt has failed."""
-        if signals.heard(signal.SIGTERM) and self._bereft():
+        if self._bereft():
             os._exit(1)  # a world without a rank can save nothing; to wait for it would last until Slurm kills
         if (kind := verdicts.kind_of(self.paths, self.attempt)) in FINE:
             return

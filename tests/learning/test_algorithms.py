@@ -29,23 +29,32 @@ FAMILIES = {
     "dual-clip-entropy": ["train.dual_clip=3.0", "train.entropy_coef=0.0005"],
     "ppo-critic": ["train.advantage=gae", "train.critic_lr=1e-3"],
     "rejection-sft": ["train.loss=supervised", "train.advantage=reward"],
-    "distillation": ["train.teacher={folder}/grpo/export", "train.advantage=none", "train.loss=reinforce"],
+    "distillation": ["train.teacher={folder}/grpo/export", "train.advantage=none"],
 }
 """Overrides of the example. GSPO's clip is ten times the paper's: answers here have 16 tokens, not thousands. The
-student of distillation learns from what `grpo` has exported, the reward is only logged."""
+student of distillation learns from what `grpo` has exported, the reward is only logged. `-k NAME` runs that family with
+`grpo` and `frozen`, and renews their rows alone."""
 
 
 @pytest.fixture(scope="module")
-def runs(series) -> dict[str, dict]:
+def runs(series, request) -> dict[str, dict]:
+    chosen = {item.callspec.params["name"] for item in request.session.items if hasattr(item, "callspec")} | {"grpo"}
     common = [f"run.steps={STEPS}", "run.seed=0"]
-    plans = {name: [*common, *overrides] for name, overrides in FAMILIES.items()} | {"frozen": [*common, "train.lr=0"]}
-    plans["distillation"].append("model.path={folder}/grpo/model")
+    plans = {name: [*common, *overrides] for name, overrides in FAMILIES.items() if name in chosen}
+    plans["frozen"] = [*common, "train.lr=0"]
+    if "distillation" in plans:
+        plans["distillation"].append("model.path={folder}/grpo/model")
     found = series(plans, {name: "grpo" for name in plans if name != "grpo"})
-    machine = runpy.run_path(str(ROOT / "tests/bench/all.py"))["machine"]
-    keys = ("reward_first", "reward_last", "eval_first", "eval_last", "samples", "wall_seconds")
-    rows = {name: {key: run[key] for key in keys} for name, run in found.items()}
-    RESULT.write_text(json.dumps({"machine": machine(), "what": __doc__, "steps": STEPS, "rows": rows}, indent=1) + "\n")
+    _write(found)
     return found
+
+
+def _write(found: dict[str, dict]) -> None:
+    machine = runpy.run_path(str(ROOT / "tests/bench/all.py"))["machine"]()
+    keys = ("reward_first", "reward_last", "eval_first", "eval_last", "samples", "wall_seconds")
+    rows = {name: {key: run[key] for key in keys} | {"commit": machine["commit"]} for name, run in found.items()}
+    old = json.loads(RESULT.read_text())["rows"]
+    RESULT.write_text(json.dumps({"machine": machine, "what": __doc__, "steps": STEPS, "rows": old | rows}, indent=1) + "\n")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -2,12 +2,11 @@
 
 import json
 import os
-import signal
 import time
 
 import pytest
 
-from miles_hpc import signals, verdicts, watchdog
+from miles_hpc import verdicts, watchdog
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.paths import RunPaths
 from miles_hpc.watch import Limits, Watch
@@ -152,14 +151,11 @@ srun: launch/slurm: _step_signal: Terminating StepId=7.0
 """
 
 
-@pytest.mark.parametrize(
-    ("said", "term", "leaves"), [(LOST, True, True), (LOST, False, False), (REQUEUED, True, False), ("", True, False)]
-)
-def test_a_rank_leaves_at_once_where_srun_ends_the_step_for_a_dead_one(said, term, leaves, paths, monkeypatch):
-    """Not where Slurm ends the job: then there are seconds to save."""
+@pytest.mark.parametrize(("said", "leaves"), [(LOST, True), (REQUEUED, False), ("", False)])
+def test_a_rank_leaves_at_once_where_srun_ends_the_step_for_a_dead_one(said, leaves, paths, monkeypatch):
+    """Be it told by Slurm or not; not where Slurm ends the job: then there are seconds to save."""
     left = []
     monkeypatch.setattr(os, "_exit", left.append)
-    monkeypatch.setattr(signals, "_noted", [signal.SIGUSR2, signal.SIGTERM][: 1 + term])
     paths.attempt(1).mkdir(parents=True)
     paths.launcher_log(1).write_text(said)
     dog(paths)._obey()
