@@ -110,7 +110,8 @@ def _by_itself(loss: Loss) -> bool:
 def _of_allocation(seen: Evidence) -> tuple[str, str] | None:
     """Kind and sentence where the allocation itself ended."""
     if seen.bad_nodes or seen.job_state == "NODE_FAIL":
-        return "node_failure", f"node {', '.join(seen.bad_nodes) or 'unknown'} is down or does not respond"
+        which = f"node {', '.join(seen.bad_nodes)}" if seen.bad_nodes else "a node of the job, back by now,"
+        return "node_failure", f"{which} was down or did not respond"
     if seen.job_state == "TIMEOUT":
         return "time_limit", "the job reached its time limit before the ranks had ended"
     if seen.job_state == "CANCELLED":
