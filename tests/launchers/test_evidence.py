@@ -174,5 +174,5 @@ def test_what_the_ranks_know_better_stands(kind):
 
 def test_a_rank_that_was_told_to_end_does_not_know_that_a_node_is_gone():
     seen = Evidence(code=1, bad_nodes=("r0",))
-    assert refine(Verdict("preempted"), seen) == {"kind": "node_failure", "error": "node r0 is down or does not respond"}
+    assert refine(Verdict("preempted"), seen) == {"kind": "node_failure", "error": "node r0 was down or did not respond"}
     assert refine(Verdict("bug", error="connection closed by r0"), seen) == {"kind": "node_failure"}
