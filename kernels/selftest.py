@@ -2,31 +2,36 @@
 
 from collections.abc import Callable, Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from miles_hpc.errors import NumericsError
-from miles_hpc.kernels import heads
+from miles_hpc.kernels import flash, heads
 from miles_hpc.kernels.linear import linear_float, product
 from miles_hpc.kernels.norm import add_rms_norm, rms_norm
 from miles_hpc.kernels.rows import ROWS
+from miles_hpc.kernels.segments import SEGMENT, Call, Entries, plan
 from miles_hpc.kernels.tiles import BLOCK, DECODE_ROWS
 
 COUNTS = (1, 2, 3, 5, 7, 8, 17, 31, 33, 64, 65, 200)
 MOST = 320
+LENGTHS = (1, 100, SEGMENT - 1, SEGMENT, SEGMENT + 1, 2 * SEGMENT + 130)
+"""Of sequences whose attention is compared."""
 
 
-def check(shapes: Iterable[tuple[int, int]], head_dim: int, dtype: torch.dtype, where: torch.device) -> None:
-    """Check the linear layers of a model, and on a CPU the products of the attention.
+def check(shapes: Iterable[tuple[int, int]], head_dim: int, group: int, dtype: torch.dtype, where: torch.device) -> None:
+    """Check the linear layers of a model, and its attention: on a CPU the products, on a GPU FlashAttention.
 
     Args:
         shapes: (inputs, outputs) of the linear layers.
         head_dim: size of a head.
+        group: query heads per key-value head.
         dtype: of weights and activations.
         where: device.
 
     Raises:
-        NumericsError: some shape is not row-invariant here.
+        NumericsError: some shape depends on its company here.
     """
     generator = torch.Generator("cpu").manual_seed(0)
 
@@ -47,6 +52,9 @@ def check(shapes: Iterable[tuple[int, int]], head_dim: int, dtype: torch.dtype, 
         for width in (head_dim, head_dim + DECODE_ROWS):
             _batched(random(40, ROWS, BLOCK), random(40, BLOCK, width))
         _batched(random(40, ROWS, head_dim), random(40, BLOCK, head_dim).transpose(1, 2))
+    else:
+        tokens = sum(LENGTHS)
+        _attention(*(random(tokens, n, head_dim).to(where, dtype) for n in (2 * group, 2, 2)))
 
 
 def _linear(product: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor) -> None:
@@ -82,6 +90,35 @@ def _batched(left: Tensor, right: Tensor) -> None:
             rows = slice(first, first + DECODE_ROWS)
             if not torch.equal(torch.bmm(left[:count, rows], right[:count]), whole[:count, rows]):
                 raise _refused(f"a batched product {tuple(left.shape)} x {tuple(right.shape)} is not row-invariant")
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Training, chunks, and decoding; the keys lie one after the other."""
+    lengths, scale = np.array(LENGTHS), 0.1
+    starts = np.cumsum(lengths) - lengths
+    table = torch.from_numpy(starts[:, None] + np.arange(max(LENGTHS))).to(q.device).clamp(max=len(q) - 1).int()
+    bounds = torch.from_numpy(np.append(starts, len(q))).to(q.device, torch.int32)
+    whole = flash.varlen(q, k, v, bounds, max(LENGTHS), scale, plan=plan(0 * lengths, lengths, table))
+    first = lengths * 2 // 3
+    rows = np.concatenate([np.arange(s + f, s + n) for s, f, n in zip(starts, first, lengths, strict=True)])
+    chunks = flash.paged(q[rows], k, v, plan(first, lengths - first, table), scale)
+    short = int((lengths <= SEGMENT).sum())  # without segments, as SGLang calls it
+    one = torch.arange(short + 1, device=q.device, dtype=torch.int32)
+    held = torch.from_numpy(lengths[:short]).to(q.device, torch.int32)
+    last = starts + lengths - 1
+    usual = flash.over_pool(q[last[:short]], k, v, Call(one, 1, held, table[:short]), scale)[0]
+    pairs = [(chunks, rows), (usual, last[:short]), (_decoded(q[last], k, v, lengths, table, scale), last)]
+    if not all(torch.equal(part, whole[places]) for part, places in pairs):
+        raise _refused(f"attention of heads of {q.shape[-1]} gives other bits in the engine than in training")
+
+
+def _decoded(q: Tensor, k: Tensor, v: Tensor, lengths: np.ndarray, table: Tensor, scale: float) -> Tensor:
+    from miles_hpc.kernels import merge
+
+    entries = Entries.room(len(q), -(-int(lengths.max()) // SEGMENT) + 1, q.device)
+    requests = torch.arange(len(q), device=q.device)
+    merge.fill(entries, torch.from_numpy(lengths).to(q.device), requests, table)
+    return flash.decode(q, k, v, entries, flash.schedule(entries, q.shape[1], k.shape[1], q.shape[2]), scale)
 
 
 def _refused(what: str) -> NumericsError:

@@ -23,17 +23,16 @@ def check_model(model: Any) -> None:
 
 
 def flash(runner: Any) -> AttentionBackend:
-    """On a GPU SGLang's FlashAttention 3, which then never splits the keys of a query.
+    """The backend on a GPU.
 
     Raises:
         NumericsError: see `check_model`.
     """
-    from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+    from miles_hpc.rollout.flash import FlashAttention, capture_both
 
     check_model(runner.model)
-    backend = FlashAttentionBackend(runner)
-    backend.num_splits = 1
-    return backend
+    capture_both()
+    return FlashAttention(runner)
 
 
 class ExactAttention(AttentionBackend):

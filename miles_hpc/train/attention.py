@@ -15,6 +15,7 @@ from torch import Tensor
 
 from miles_hpc.kernels import flash
 from miles_hpc.kernels.rope import rotate
+from miles_hpc.kernels.segments import Plan
 from miles_hpc.kernels.tiles import Tiles
 
 
@@ -34,7 +35,9 @@ class Packed(PackedSeqParams):
     sin: Tensor = None  # type: ignore[assignment]
     """[t, 1, head_dim] float32, negative in the first half (see `rope.rotate`)."""
     tiles: Tiles | None = None
-    """Query tiles, in exact numerics."""
+    """Query tiles, in exact numerics on a CPU."""
+    plan: Plan | None = None
+    """In exact numerics on a GPU, if a sequence is longer than a segment."""
 
 
 class CoreAttention(MegatronModule):

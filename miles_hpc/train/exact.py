@@ -17,6 +17,7 @@ from miles_hpc.errors import NumericsError
 from miles_hpc.kernels import flash, moe, selftest
 from miles_hpc.kernels.attention import Grid, varlen
 from miles_hpc.kernels.linear import linear, linear_float
+from miles_hpc.kernels.segments import SEGMENT, Plan, plan
 from miles_hpc.kernels.tiles import Tiles, tiles
 from miles_hpc.samples.schema import Samples
 from miles_hpc.train.attention import CoreAttention, Packed
@@ -29,7 +30,8 @@ class ExactAttention(CoreAttention):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, pack: Packed) -> Tensor:
         """With rotated queries and keys -> [t, heads, head_dim]."""
         if query.is_cuda:
-            return flash.varlen(query, key, value, pack.cu_seqlens_q, pack.max_seqlen_q, self.scale)
+            bounds, longest = pack.cu_seqlens_q, pack.max_seqlen_q
+            return flash.varlen(query, key, value, bounds, longest, self.scale, plan=pack.plan)
         assert pack.tiles  # made by `Policy` on a CPU
         return varlen(query, key, value, pack.tiles, Grid(pack.rows, pack.cells, pack.max_seqlen_q), self.scale)
 
@@ -90,9 +92,21 @@ def _linear(input: Tensor, weight: Tensor, **unused: Any) -> Tensor:
 
 def tiles_of(pack: Any, group: int) -> Tiles:
     """Query tiles of a `packing.Pack`; its keys lie in the order of its tokens."""
+    return tiles(pack.bounds.diff().tolist(), pack.positions, _table(pack), group)
+
+
+def segments_of(pack: Any) -> Plan | None:
+    """The sequences of a `packing.Pack` in segments; None if none is longer than one."""
+    if pack.longest <= SEGMENT:
+        return None
+    lengths = pack.bounds.diff().cpu().numpy()
+    return plan(np.zeros_like(lengths), lengths, _table(pack))
+
+
+def _table(pack: Any) -> Tensor:
+    """[b, longest] int64, token of each position of each sequence."""
     bounds = pack.bounds.long()
-    table = bounds[:-1, None] + torch.arange(pack.longest, device=bounds.device)
-    return tiles(bounds.diff().tolist(), pack.positions, table.clamp(max=int(bounds[-1]) - 1), group)
+    return (bounds[:-1, None] + torch.arange(pack.longest, device=bounds.device)).clamp(max=int(bounds[-1]) - 1)
 
 
 def check_linear(module: torch.nn.Module, core_config: Any) -> None:
@@ -103,7 +117,8 @@ def check_linear(module: torch.nn.Module, core_config: Any) -> None:
     """
     weights = [p for name, p in module.named_parameters() if p.dim() == 2]
     shapes = {(p.shape[1], p.shape[0]) for p in weights}
-    selftest.check(shapes, core_config.kv_channels, core_config.params_dtype, weights[0].device)
+    group = core_config.num_attention_heads // core_config.num_query_groups
+    selftest.check(shapes, core_config.kv_channels, group, core_config.params_dtype, weights[0].device)
 
 
 def prove(samples: Samples, own: np.ndarray, log_probs: np.ndarray) -> None:

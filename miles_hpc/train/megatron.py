@@ -158,14 +158,16 @@ class Policy:
             cells=pack.cells,
             cos=cos,
             sin=sin,
-            tiles=self._tiles(pack) if self.exact and not pack.tokens.is_cuda else None,
+            **(self._cut(pack) if self.exact else {}),
         )
 
-    def _tiles(self, pack: Pack) -> Any:
-        """Only on a CPU: FlashAttention cuts its tiles itself."""
-        from miles_hpc.train.exact import tiles_of
+    def _cut(self, pack: Pack) -> dict[str, Any]:
+        """On a CPU tiles of queries; on a GPU FlashAttention makes them itself, and long sequences are cut into segments."""
+        from miles_hpc.train.exact import segments_of, tiles_of
 
-        return tiles_of(pack, self.config.num_attention_heads // self.config.num_key_value_heads)
+        if pack.tokens.is_cuda:
+            return {"plan": segments_of(pack)}
+        return {"tiles": tiles_of(pack, self.config.num_attention_heads // self.config.num_key_value_heads)}
 
 
 def _unchanged(hidden_states: Tensor, **unused: Any) -> Tensor:

@@ -28,13 +28,15 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> Tables:
     hosts, seconds = gpu_generation.start(folder / name, options.modes, options.out)
     try:
         yield "start", [{"engines at once": len(hosts), "start s": seconds, "GiB used": gpu_training.used_gib()}]
+        rows, long = gpu_generation.measure_long(hosts, options.rounds)
+        yield "generation from long prompts", rows
         rows, pairs = gpu_generation.measure(hosts, options.rounds)
         yield "generation", rows
-        yield "generation from long prompts", [row for n in (1, 4) for row in gpu_generation.measure_long(hosts, n)]
     finally:
         for host in hosts.values():
             host.shutdown()
-    yield "training", [gpu_training.measure(folder / name, kind, pairs[kind], active, folder) for kind in ("exact", "native")]
+    kinds = ("exact", "native")
+    yield "training", [gpu_training.measure(folder / name, kind, long[kind], pairs[kind], active, folder) for kind in kinds]
 
 
 def replay(folder: Path) -> Tables:

@@ -17,7 +17,8 @@ from miles_hpc.rollout.request import Output, Request
 
 HERE = Path(__file__).resolve().parent
 BATCHES = (1, 16, 64, 256)
-NEW, LONG = 256, 16384
+NEW, LONG = 256, ((1, 16384), (4, 16384), (16, 4000))
+"""New tokens; sequences and their tokens before these."""
 ROUNDS, SLOW_ROUNDS = 9, 3
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "native": ("native", {}),
@@ -34,7 +35,7 @@ def config(folder: Path, numerics: str) -> Config:
     return Config.model_validate(
         {
             "run": {"name": "bench", "steps": 1, "seed": 5, "numerics": numerics},
-            "model": {"path": str(folder), "context_length": LONG + NEW + 8, "dtype": "bfloat16"},
+            "model": {"path": str(folder), "context_length": max(tokens for _, tokens in LONG) + NEW + 8, "dtype": "bfloat16"},
             "data": {"prompts": "unused:unused"},
             "rollout": {
                 "prompts_per_step": 64,
@@ -97,15 +98,21 @@ def measure(hosts: dict[str, Host], rounds: int) -> tuple[list[dict[str, Any]], 
     return [_row(mode, str(batch), rates[mode, batch], rates["native", batch]) for mode, batch in rates], pairs
 
 
-def measure_long(hosts: dict[str, Host], batch: int) -> list[dict[str, Any]]:
-    """A long prompt that is in the cache; decoding alone counts."""
-    rates: dict[str, list[float]] = defaultdict(list)
-    prompts = [random.Random(i).choices(range(3, 31000), k=LONG) for i in range(batch)]
-    for turn in range(-1, SLOW_ROUNDS):
-        for mode, host in hosts.items():
-            rate = _generate(host, [Request(p, 7_000_000 + turn, i, NEW) for i, p in enumerate(prompts)])[0]
-            rates[mode] += [rate] if turn >= 0 else []
-    return [_row(mode, f"{batch} x 16k", rates[mode], rates["native"]) for mode in hosts]
+def measure_long(hosts: dict[str, Host], rounds: int) -> tuple[list[dict[str, Any]], dict[str, list[Pair]]]:
+    """Long prompts that are in the cache: decoding alone counts. Samples are those of the first turn and of a cached one."""
+    rows, pairs = [], defaultdict(list)
+    for batch, tokens in LONG:
+        rates: dict[str, list[float]] = defaultdict(list)
+        prompts = [random.Random(i).choices(range(3, 31000), k=tokens) for i in range(batch)]
+        for turn in range(-1, rounds):
+            requests = [Request(p, 7_000_000 + 1000 * turn + batch, i, NEW) for i, p in enumerate(prompts)]
+            for mode, host in hosts.items():
+                if mode in ("native", "exact") or turn < SLOW_ROUNDS:
+                    rate, found = _generate(host, requests)
+                    rates[mode] += [rate] if turn >= 0 else []
+                    pairs[mode] += found if turn <= 0 else []
+        rows += [_row(mode, f"{batch} x {tokens}", rates[mode], rates["native"]) for mode in hosts]
+    return rows, pairs
 
 
 def _requests(count: int, first: int) -> list[Request]:

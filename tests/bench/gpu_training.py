@@ -39,8 +39,8 @@ def samples(pairs: list[Pair]) -> Any:
     )
 
 
-def measure(folder: Path, numerics: str, pairs: list[Pair], active: int, store: Path) -> dict[str, Any]:
-    """One row: all samples are compared, the first 256 sequences trained on for some steps.
+def measure(folder: Path, numerics: str, long: list[Pair], pairs: list[Pair], active: int, store: Path) -> dict[str, Any]:
+    """One row: all samples are compared, the last 256 short ones trained on for some steps.
 
     MFU counts 6 FLOP per active parameter and token; attention is left out.
     """
@@ -50,7 +50,8 @@ def measure(folder: Path, numerics: str, pairs: list[Pair], active: int, store: 
 
     used = used_gib()
     trainer = Trainer(config(folder, numerics), folder, 0, 1, f"file://{store}/{numerics}-{os.getpid()}")
-    compared = _compare(trainer, samples(pairs))
+    compared = {f"long {key}": value for key, value in _compare(trainer, samples(long)).items()}
+    compared |= _compare(trainer, samples(pairs))
     built = used_gib()
     batch = samples(pairs[-256:])
     advantages, seconds = batch.rewards - np.float32(0.4), []

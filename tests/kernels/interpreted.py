@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from miles_hpc.kernels import activation, dispatch, fused, heads, logprob, moe, norm, race, rope
+from miles_hpc.kernels import activation, dispatch, fused, heads, logprob, merge, moe, norm, race, rope, segments
 from miles_hpc.rollout import noise
 
 TOKENS = 5
@@ -87,7 +87,43 @@ def sampling() -> Pairs:
     return [(got, wanted)]
 
 
-GROUPS = (rows, gradients, attention_heads, log_probs, experts, sampling)
+def attention_in_segments() -> Pairs:
+    """Parts of three queries, of which one has more than are loaded at once: as decoded, and around the last part."""
+    numbers, heads = [1, 2, merge.AHEAD + 2], 2
+    values, sums = random(sum(numbers), heads, 16), random(heads, sum(numbers), seed=1) * 3
+    wanted = [segments.combined(v, s) for v, s in zip(values.split(numbers), sums.t().split(numbers), strict=True)]
+    number = torch.tensor(numbers, dtype=torch.int32)
+    first = (number.cumsum(0) - number).int()
+    pairs = [(merge.combine(values, sums, first, number), torch.stack([out for out, _ in wanted]))]
+    last = (first + number - 1).long()
+    out, own = values[last], sums[:, last].contiguous()
+    rows = torch.arange(3, dtype=torch.int32)
+    merge.add(values, sums, segments.Parts(rows, first, torch.ones_like(rows), number - 1), out, own)
+    return [*pairs, (out, pairs[0][0]), (own, torch.stack([total for _, total in wanted], 1))]
+
+
+def entries() -> Pairs:
+    """Of decoded sequences, twice in the same memory, against what is said of them; 20 keys are a segment."""
+    segments.SEGMENT = 20
+    slots, room = torch.randint(0, 999, (5, 64), dtype=torch.int32), segments.Entries.room(4, 3, torch.device("cpu"))
+    pairs = []
+    for lengths in ([60, 1, 21, 40], [20, 5, 19]):
+        some, requests = room.part(len(lengths)), torch.arange(len(lengths)) + 1
+        merge.fill(some, torch.tensor(lengths), requests, slots)
+        some = segments.Entries(*(x.clone() for x in some))
+        cut = [(i, at, min(20, n - at)) for i, n in enumerate(lengths) for at in range(0, n, 20)]
+        used = len(cut)
+        pairs.append((some.number, torch.tensor([-(-n // 20) for n in lengths])))
+        pairs.append((some.first, some.number.cumsum(0) - some.number))
+        pairs.append((some.bounds, torch.arange(len(some.bounds)).clamp(max=used)))
+        pairs.append((some.keys, torch.tensor([held for *_, held in cut] + [0] * (len(some.keys) - used))))
+        pairs += [(some.table[e, :held], slots[i + 1, at : at + held]) for e, (i, at, held) in enumerate(cut)]
+        x = random(len(lengths), 2, 8)
+        pairs.append((merge.spread(x, some.first, some.number, len(some.keys))[:used], x[[i for i, *_ in cut]]))
+    return pairs
+
+
+GROUPS = (rows, gradients, attention_heads, log_probs, experts, sampling, attention_in_segments, entries)
 KERNELS: dict[str, Callable[[], Pairs]] = {f.__name__: f for f in GROUPS}
 
 

@@ -1,11 +1,13 @@
 """On a GPU, in bfloat16: bits that both sides share, gradients that repeat, and what the log-probs of a vocabulary cost."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from miles_hpc import device
-from miles_hpc.kernels import linear, logprob, moe, norm, selftest
+from miles_hpc.kernels import flash, linear, logprob, merge, moe, norm, segments, selftest
+from miles_hpc.kernels.segments import SEGMENT
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
@@ -30,8 +32,8 @@ def head() -> list[Tensor]:
 
 def test_the_self_test_passes():
     shapes = [(1024, 3072), (2048, 12288), (6144, 2048), (1024, 4096), (2048, 1024), (1024, 32)]
-    selftest.check(shapes, 128, torch.bfloat16, WHERE)
-    selftest.check(shapes[:1], 64, torch.bfloat16, WHERE)
+    selftest.check(shapes, 128, 2, torch.bfloat16, WHERE)
+    selftest.check(shapes[:1], 64, 4, torch.bfloat16, WHERE)
 
 
 def test_log_probs_are_exact_to_1e_5_and_entropy_too(head):
@@ -115,6 +117,86 @@ def test_the_norms_gradients_are_the_references():
     wanted = _gradients(lambda x, w: norm.reference(x, w, 1e-6), [x.double() for x in parts])
     for a, b in zip(got, wanted, strict=True):
         assert (a - b).norm() < 0.01 * b.norm()
+
+
+class Attention:
+    """Sequences that end around the borders of segments; their keys lie anywhere in a pool."""
+
+    lengths = np.array([1, SEGMENT - 1, SEGMENT, 100, SEGMENT + 1, 2 * SEGMENT, 2 * SEGMENT + 1, 3 * SEGMENT + 77])
+    starts = np.cumsum(lengths) - lengths
+    scale = 0.1
+
+    def __init__(self, heads: int, groups: int, size: int) -> None:
+        tokens = int(self.lengths.sum())
+        self.q, self.k, self.v = (random(tokens, n, size, seed=i) for i, n in enumerate((heads, groups, groups)))
+        place = torch.randperm(tokens + 99, device=WHERE)[:tokens]
+        self.keys, self.values = (random(tokens + 99, groups, size, seed=i) for i in (3, 4))
+        self.keys[place], self.values[place] = self.k, self.v
+        token = torch.from_numpy(self.starts[:, None] + np.arange(max(self.lengths))).to(WHERE).clamp(max=tokens - 1)
+        self.tokens, self.slots = token.int(), place[token].int()
+        self.bounds = torch.from_numpy(np.append(self.starts, tokens)).to(WHERE, torch.int32)
+        self.whole = self.trained(self.q, self.k, self.v)
+
+    def trained(self, q: Tensor, k: Tensor, v: Tensor, in_segments: bool = True) -> Tensor:
+        cut = segments.plan(0 * self.lengths, self.lengths, self.tokens) if in_segments else None
+        return flash.varlen(q, k, v, self.bounds, max(self.lengths), self.scale, plan=cut)
+
+    def prefilled(self, first: np.ndarray, count: np.ndarray) -> bool:
+        """Whether these tokens of each sequence, behind the others, are computed as in training."""
+        rows = np.concatenate([np.arange(s + f, s + f + n) for s, f, n in zip(self.starts, first, count, strict=True)])
+        cut = segments.plan(first, count, self.slots)
+        return torch.equal(flash.paged(self.q[rows], self.keys, self.values, cut, self.scale), self.whole[rows])
+
+    def decoded(self, lengths: np.ndarray) -> bool:
+        """Whether the last tokens of sequences of these lengths are computed as in training."""
+        entries = segments.Entries.room(len(lengths) + 2, 5, WHERE).part(len(lengths))
+        merge.fill(entries, torch.from_numpy(lengths).to(WHERE), torch.arange(len(lengths), device=WHERE), self.slots)
+        rows = self.starts + lengths - 1
+        for prepared in (None, flash.schedule(entries, self.q.shape[1], self.k.shape[1], self.q.shape[2])):
+            out = flash.decode(self.q[rows], self.keys, self.values, entries, prepared, self.scale)
+            if not torch.equal(out, self.whole[rows]):
+                return False
+        return True
+
+
+@pytest.fixture(scope="module", params=[(16, 8, 128), (8, 1, 128), (4, 4, 64), (16, 2, 64)], ids=str)
+def attention(request):
+    return Attention(*request.param)
+
+
+@pytest.mark.parametrize("first", [0, 100, SEGMENT - 5, SEGMENT, SEGMENT + 3, 2 * SEGMENT - 1])
+@pytest.mark.parametrize("count", [1, 10, SEGMENT, 2 * SEGMENT + 9])
+def test_prefill_in_chunks_has_the_bits_of_training(attention, first, count):
+    start = np.minimum(first, attention.lengths - 1)
+    assert attention.prefilled(start, np.minimum(count, attention.lengths - start))
+
+
+@pytest.mark.parametrize("at", [1, 129, SEGMENT, SEGMENT + 1, 2 * SEGMENT, 2 * SEGMENT + 1, 4 * SEGMENT])
+def test_decoding_has_the_bits_of_training(attention, at):
+    assert attention.decoded(np.minimum(at, attention.lengths))
+
+
+def test_rounds_of_any_size_have_the_same_bits(attention, monkeypatch):
+    monkeypatch.setattr(segments, "ROWS", 3000)
+    assert torch.equal(attention.trained(attention.q, attention.k, attention.v), attention.whole)
+
+
+def test_the_first_segment_has_the_bits_of_attention_without_segments(attention):
+    usual = attention.trained(attention.q, attention.k, attention.v, in_segments=False)
+    inside = np.concatenate(
+        [np.arange(s, s + min(n, SEGMENT)) for s, n in zip(attention.starts, attention.lengths, strict=True)]
+    )
+    assert torch.equal(usual[inside], attention.whole[inside])
+    torch.testing.assert_close(usual, attention.whole, rtol=0.02, atol=0.004)
+
+
+def test_gradients_of_attention_in_segments_repeat_and_are_the_references(attention):
+    parts = [attention.q, attention.k, attention.v]
+    first, second = (_gradients(attention.trained, parts) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    wanted = _gradients(lambda *x: attention.trained(*x, in_segments=False), parts)
+    for got, value in zip(first, wanted, strict=True):
+        assert (got - value).norm() < 0.01 * value.norm()
 
 
 def _gradients(function, parts: list[Tensor]) -> list[Tensor]:

@@ -147,7 +147,7 @@ def test_rotation_keeps_lengths_and_starts_at_zero():
 
 
 def test_the_self_test_passes_here_and_refuses_a_product_that_depends_on_the_batch(monkeypatch):
-    arguments = ([(96, 155), (64, 128)], 16, torch.float32, torch.device("cpu"))
+    arguments = ([(96, 155), (64, 128)], 16, 2, torch.float32, torch.device("cpu"))
     selftest.check(*arguments)
     monkeypatch.setattr(selftest, "product", lambda x, weight: linear.product(x, weight) * (1 + len(x) % 2))
     with pytest.raises(NumericsError, match="gives 1 rows other bits"):

@@ -18,6 +18,9 @@ def differences() -> dict[str, float]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", ["rows", "gradients", "attention_heads", "log_probs", "experts", "sampling"])
+GROUPS = ["rows", "gradients", "attention_heads", "log_probs", "experts", "sampling", "attention_in_segments", "entries"]
+
+
+@pytest.mark.parametrize("name", GROUPS)
 def test_kernels_are_their_references(differences, name):
     assert differences[name] < 5e-5

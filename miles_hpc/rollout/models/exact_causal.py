@@ -165,7 +165,8 @@ class ExactModel(nn.Module):
         self.logits_processor = Logits(config)
         shapes = {(p.shape[1], p.shape[0]) for p in self.parameters() if p.dim() == 2}
         here = self.lm_head.weight
-        selftest.check(shapes, head_dim(config), here.dtype, here.device)
+        group = config.num_attention_heads // config.num_key_value_heads
+        selftest.check(shapes, head_dim(config), group, here.dtype, here.device)
 
     @torch.no_grad()
     def forward(self, input_ids: Tensor, positions: Tensor, forward_batch: Any, **unused: Any) -> Any:
