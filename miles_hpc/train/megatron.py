@@ -190,11 +190,21 @@ def build(config: Any, core_config: Any, length: int, exact: bool = False) -> to
             share_embeddings_and_output_weights=config.tie_word_embeddings,
         )
     module = module.to(device.device())
+    for layer in module.decoder.layers:
+        layer.register_forward_hook(_let_go, always_call=True)
     if exact:
         from miles_hpc.train.exact import check_linear, exchange_linear
 
         check_linear(exchange_linear(module), core_config)
     return module
+
+
+def _let_go(layer: Any, *unused: Any) -> None:
+    """A layer whose MLP ran out of memory would hold its input, and with it what all layers before had saved for the backward.
+
+    megatron-core 0.19.2 (`transformer_layer.py`) takes it back only where a forward ends well.
+    """
+    layer.mlp_norm_manager = None
 
 
 def layer_spec(core_config: Any, exact: bool = False) -> Any:

@@ -1,9 +1,12 @@
 """A rank that runs out of memory in a micro-batch: all ranks go on with smaller ones, and nothing else is different."""
 
+import gc
 import hashlib
+import weakref
 
 import numpy as np
 import pytest
+import torch
 from train_parts import config, kept_gradients, run_steps, samples, short_of_memory, trainer
 
 from miles_hpc.errors import OutOfMemory
@@ -57,6 +60,36 @@ def test_the_step_is_bit_for_bit_that_of_a_run_that_began_with_less(models, tmp_
     assert at == "backward" or figures(small[0]) == figures(found[0])
     for a, b in zip(small[0]["metrics"], found[0]["metrics"], strict=True):
         assert a == pytest.approx(b, abs=1e-5, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "moe"])
+def test_what_a_failed_forward_had_saved_is_gone_before_the_next(models, tmp_path, family):
+    """On a GPU the next pass would have no more memory than the one that failed."""
+    marks, held = [], []
+
+    def mark(layer, inputs, outputs):
+        if not marks and outputs[0].requires_grad:
+            outputs[0].grad_fn.metadata["mark"] = found = Mark()
+            marks.append(weakref.ref(found))
+
+    def fail(mlp, inputs):
+        if marks and not held:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    def look(before):
+        gc.collect()
+        held.append(marks[0]() is not None)
+
+    with trainer(config(), models[family], tmp_path / "store") as made:
+        layers, made.passes.lowered = made.policy.module.decoder.layers, look
+        layers[0].register_forward_hook(mark)
+        layers[-1].mlp.register_forward_pre_hook(fail)
+        run_steps(made, 1)
+    assert held == [False]
+
+
+class Mark:
+    """Lives as long as the node of the graph that has it."""
 
 
 def test_the_warm_start_too(models, tmp_path):
