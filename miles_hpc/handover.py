@@ -6,6 +6,7 @@ was shared is kept until the engine says that it has it. Names, shapes and diges
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -38,42 +39,27 @@ class Complete:
     """End of a version: what every engine must hold now."""
 
     version: int
-    stop: bool
-    """The run ends after this version."""
     digests: dict[str, str]
     """By engine tensor."""
 
 
-class Lender:
-    """The training side, on every training rank.
+class Giver(ABC):
+    """The training side, on every training rank, of any way on which an engine says that it has taken what it was given.
 
     Args:
         model_folder: the checkpoint that the engines loaded.
-        per_engine: training ranks that share an engine, one for each of its workers.
     """
 
     def __init__(
-        self,
-        world: World,
-        trainer: Weights,
-        model_folder: Path,
-        heartbeat: Heartbeat,
-        seconds: float,
-        exact: bool,
-        per_engine: int,
+        self, world: World, trainer: Weights, model_folder: Path, heartbeat: Heartbeat, seconds: float, exact: bool
     ) -> None:
-        import torch
-
-        torch.multiprocessing.set_sharing_strategy("file_system")  # on a CPU: memory that any process can open by its name
         self.world, self.trainer, self.heartbeat, self.seconds, self.exact = world, trainer, heartbeat, seconds, exact
         self.expected = checkpoint_shapes(model_folder)
-        self.engine = world.rollout[world.role_rank // per_engine]
-        self.shared: deque[torch.Tensor] = deque()
         if world.leads:
             for engine in world.rollout:
                 world.receive(READY, seconds, f"the engine of rollout rank {engine} to start", source=engine)
 
-    def send(self, version: int, *, stop: bool = False) -> Report:
+    def send(self, version: int) -> Report:
         """Hand the trainer's weights over as `version`; collective over the training ranks.
 
         Raises:
@@ -82,13 +68,13 @@ class Lender:
         self.heartbeat.enter("sync")
         started, report, fused, seen = time.monotonic(), Report(), Fused(self.exact), set[str]()
         for bucket in buckets(self._checked(seen, fused) if self.world.leads else self.trainer.weights()):
-            report.size += self._lend(bucket)
+            report.size += self._give(bucket)
         self._say(None)
         digests = fused.digests()  # while the engine copies the last buckets
         self._take_back()
         if self.world.leads:
             self._check_complete(version, seen)
-            report.digests = self._confirmed(Complete(version, stop, digests))
+            report.digests = self._confirmed(Complete(version, digests))
         report.seconds = time.monotonic() - started
         del fused
         device.collect_shared()
@@ -128,17 +114,57 @@ class Lender:
                 )
         return compared
 
-    def _lend(self, bucket: "list[tuple[str, torch.Tensor]]") -> int:
+    @abstractmethod
+    def _give(self, bucket: "list[tuple[str, torch.Tensor]]") -> int:
+        """Bytes given."""
+
+    @abstractmethod
+    def _take_back(self) -> None:
+        """Wait until everything that was given has been taken."""
+
+    @abstractmethod
+    def _say(self, message: bytes | None) -> None:
+        """Tell the engines of this rank of what is given; None: that was all."""
+
+
+class Lender(Giver):
+    """Gives memory of its own.
+
+    Args:
+        per_engine: training ranks that share an engine, one for each of its workers.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        trainer: Weights,
+        model_folder: Path,
+        heartbeat: Heartbeat,
+        seconds: float,
+        exact: bool,
+        per_engine: int,
+    ) -> None:
+        import torch
+
+        torch.multiprocessing.set_sharing_strategy("file_system")  # on a CPU: memory that any process can open by its name
+        super().__init__(world, trainer, model_folder, heartbeat, seconds, exact)
+        self.engine = world.rollout[world.role_rank // per_engine]
+        self.shared: deque[torch.Tensor] = deque()
+
+    def _give(self, bucket: "list[tuple[str, torch.Tensor]]") -> int:
         """Bytes shared. The next bucket is there before the engine has copied this one."""
-        self._take_back(BUCKETS - 1)
+        self._keep(BUCKETS - 1)
         flat = flatten(tensor for _, tensor in bucket)
         self.shared.append(flat)
         self._say(handle(bucket, flat))
         return flat.nbytes
 
-    def _take_back(self, keep: int = 0) -> None:
-        """Wait until at most `keep` buckets are shared."""
-        while len(self.shared) > keep:
+    def _take_back(self) -> None:
+        self._keep(0)
+
+    def _keep(self, most: int) -> None:
+        """Wait until at most so many buckets are shared."""
+        while len(self.shared) > most:
             what = f"rollout rank {self.engine} to take weights"
             self.world.receive(TAKEN, self.seconds, what, source=self.engine)
             self.shared.popleft()
@@ -147,20 +173,55 @@ class Lender:
         self.world.send(message, self.engine, SHARED, self.seconds, f"rollout rank {self.engine} to hear of weights")
 
 
-class Borrower:
-    """The rollout side: wakes the engine, has it copy what is shared, and compares digests.
+class Taker(ABC):
+    """The rollout side: has the engine take what is given, and compares digests.
 
     Args:
-        workers: of the engine, one beside each of its training ranks.
-
-    Raises:
-        WorldError: the engine's training ranks are on another node.
+        workers: of the engine.
     """
 
     def __init__(self, world: World, engine: "EngineHost", workers: int, heartbeat: Heartbeat, seconds: float) -> None:
         self.world, self.engine, self.heartbeat, self.seconds = world, engine, heartbeat, seconds
-        self.version = -1
+        self.version, self.workers, self.lead = -1, workers, world.train[0]
         self.figures: dict[str, float] = {}
+        world.send(workers, self.lead, READY, seconds, "the trainer to hear that the engine is up")
+
+    def receive(self, version: int) -> None:
+        """Take weights until `version` is in the engine."""
+        self.heartbeat.enter("sync")
+        while self.version < version:
+            self._take()
+            # Keys and values of prompts were computed with the old weights.
+            self.engine.call("flush_cache", timeout=self.seconds, timeout_s=self.seconds)
+            ranks = self.engine.call("checksum", timeout=self.seconds)
+            complete = self.world.receive(SHARED, self.seconds, "digests from the trainer", source=self.lead)
+            self._compare(complete, ranks)
+            self.version = complete.version
+
+    def leave(self) -> float:
+        """After a generation: seconds it took the engine to leave its GPUs to others; here it has them to itself."""
+        return 0.0
+
+    @abstractmethod
+    def _take(self) -> None:
+        """All buckets of a version."""
+
+    def _compare(self, complete: Complete, ranks: list[dict[str, str]]) -> None:
+        # An engine over several GPUs holds slices, whose digests are not the whole tensor's.
+        expected = complete.digests if len(ranks) == 1 else {}
+        different = sorted(name for name, value in expected.items() if ranks[0].get(name) != value)
+        what = "the trainer to take a confirmation"
+        self.world.send((different, len(expected)), self.lead, CONFIRMED, self.seconds, what)
+
+
+class Borrower(Taker):
+    """Wakes the engine, and has it copy from the memory of the training ranks beside it, one for each of its workers.
+
+    Raises:
+        WorldError: they are on another node.
+    """
+
+    def __init__(self, world: World, engine: "EngineHost", workers: int, heartbeat: Heartbeat, seconds: float) -> None:
         first = world.role_rank * workers
         self.lenders = world.train[first : first + workers]
         if {world.hosts[rank] for rank in self.lenders} != {world.hosts[world.rank]}:
@@ -170,21 +231,7 @@ class Borrower:
                 where=f"rollout rank {world.rank}",
                 next_step='let srun keep the order of SLURM_HOSTFILE, or set run.placement = "split"',
             )
-        world.send(workers, world.train[0], READY, seconds, "the trainer to hear that the engine is up")
-
-    def receive(self, version: int) -> bool:
-        """Take weights until `version` is in the engine; False if the run ends with what was received."""
-        self.heartbeat.enter("sync")
-        going_on = True
-        while self.version < version and going_on:
-            self._take()
-            # Keys and values of prompts were computed with the old weights.
-            self.engine.call("flush_cache", timeout=self.seconds, timeout_s=self.seconds)
-            ranks = self.engine.call("checksum", timeout=self.seconds)
-            complete = self.world.receive(SHARED, self.seconds, "digests from the trainer", source=self.world.train[0])
-            self._compare(complete, ranks)
-            self.version, going_on = complete.version, not complete.stop
-        return going_on
+        super().__init__(world, engine, workers, heartbeat, seconds)
 
     def leave(self) -> float:
         """After a generation: seconds it took the engine to leave its GPUs to the training ranks."""
@@ -213,13 +260,6 @@ class Borrower:
         self.engine.call(call, timeout=self.seconds, **fields)
         self.figures[figure] = time.monotonic() - started
         return self.figures[figure]
-
-    def _compare(self, complete: Complete, ranks: list[dict[str, str]]) -> None:
-        # An engine over several GPUs holds slices, whose digests are not the whole tensor's.
-        expected = complete.digests if len(ranks) == 1 else {}
-        different = sorted(name for name, value in expected.items() if ranks[0].get(name) != value)
-        what = "the trainer to take a confirmation"
-        self.world.send((different, len(expected)), self.world.train[0], CONFIRMED, self.seconds, what)
 
 
 def handle(bucket: "list[tuple[str, torch.Tensor]]", flat: "torch.Tensor") -> bytes:

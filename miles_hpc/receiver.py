@@ -41,18 +41,15 @@ class Receiver:
         self.figures: dict[str, float] = {}
         self.version = -1
         """Of the weights in the engine that were compared by digest; -1: those it started with."""
-        self.ended = False
-        """The run ends with the last version received."""
         self._generation: int | None = None
         self._confirmed = self._failed = 0
         """The last round that ended well here, and the last that did not."""
 
-    def receive(self, version: int) -> bool:
-        """Take weights until `version` or a later one is in the engine; False if the run ends with what was received."""
+    def receive(self, version: int) -> None:
+        """Take weights until `version` or a later one is in the engine."""
         self.heartbeat.enter("sync")
-        while self.version < version and not self.ended:
+        while self.version < version:
             self._take()
-        return not self.ended
 
     def recover(self, error: EngineDied | DeadlineExceeded, requests: Mapping[int, Request]) -> dict[int, Output]:
         """After the engine's end in the middle of its work: a new engine with the newest weights.
@@ -190,5 +187,5 @@ class Receiver:
         expected = complete.digests if len(ranks) == 1 else {}
         different = sorted(name for name, value in expected.items() if ranks[0].get(name) != value)
         self.version = self.restarts.version = complete.version
-        self.ended, self._confirmed = complete.stop, number
+        self._confirmed = number
         return Confirmed(different, len(expected))

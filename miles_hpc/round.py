@@ -46,8 +46,6 @@ class Complete:
     """End of a round: what every engine must hold now."""
 
     version: int
-    stop: bool
-    """The run ends after this version."""
     digests: dict[str, str]
     """By engine tensor."""
 

@@ -94,14 +94,14 @@ class Sender:
         self.world, self.trainer, self.heartbeat, self.seconds, self.exact = world, trainer, heartbeat, seconds, exact
         self.expected = checkpoint_shapes(model_folder)
         self.paces = Paces(Pace(min(first, JOIN_SECONDS)), Pace(first), Pace(first))
-        self.version, self.stop = -1, False
+        self.version = -1
         self.round: Round | None = None
         self.group: Group | None = None
         self._number = self._fruitless = 0
         self._served: dict[int, int] = {}
         """By rollout rank: the last round that it confirmed."""
 
-    def send(self, version: int, *, stop: bool = False) -> Report:
+    def send(self, version: int) -> Report:
         """Send the trainer's weights as `version` to all engines; collective over the training ranks.
 
         Raises:
@@ -109,7 +109,7 @@ class Sender:
                 that keep failing for another reason than an engine that died.
         """
         self.heartbeat.enter("sync")
-        self.version, self.stop = version, stop
+        self.version = version
         return self._deliver(list(self.world.rollout))
 
     def serve(self, box: Mailbox, what: str) -> None:
@@ -185,7 +185,7 @@ class Sender:
         if missing := sorted(self.expected.keys() - seen):
             where = ", ".join(missing[:3])
             raise SyncError(f"version {self.version} lacks {len(missing)} tensors of the checkpoint", where=where)
-        confirmed = self.round.finish(Complete(self.version, self.stop, fused.digests()))
+        confirmed = self.round.finish(Complete(self.version, fused.digests()))
         self.group = self.round.group
         report.size = size
         report.digests += self._compared(confirmed)

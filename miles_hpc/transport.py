@@ -14,9 +14,9 @@ import numpy as np
 
 from miles_hpc import edges
 from miles_hpc.attach import attach
-from miles_hpc.buckets import announce, checkpoint_shapes, flatten
+from miles_hpc.buckets import announce, flatten
 from miles_hpc.config import Config
-from miles_hpc.handover import READY, SHARED, TAKEN, Borrower, Lender, handle
+from miles_hpc.handover import SHARED, TAKEN, Giver, Taker, handle
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.paths import RunPaths
 from miles_hpc.sync import Weights
@@ -101,7 +101,7 @@ class Parcel:
     shapes: list[list[int]]
 
 
-class Shipper(Lender):
+class Shipper(Giver):
     """The training side: the first rank sends, the others only gather with it.
 
     Args:
@@ -119,15 +119,12 @@ class Shipper(Lender):
         carrier: Carrier,
         name: str,
     ) -> None:
-        self.world, self.trainer, self.heartbeat, self.seconds, self.exact = world, trainer, heartbeat, seconds, exact
-        self.expected, self.carrier = checkpoint_shapes(model_folder), carrier
+        super().__init__(world, trainer, model_folder, heartbeat, seconds, exact)
+        self.carrier = carrier
         self.keys = (f"{name}-{number:09d}" for number in itertools.count())
         self.under_way = ""
-        if world.leads:
-            for engine in world.rollout:
-                world.receive(READY, seconds, f"the engine of rollout rank {engine} to start", source=engine)
 
-    def _lend(self, bucket: "list[tuple[str, torch.Tensor]]") -> int:
+    def _give(self, bucket: "list[tuple[str, torch.Tensor]]") -> int:
         """Bytes sent; the next bucket is put while the engines take the one before."""
         if not self.world.leads:
             return 0
@@ -138,8 +135,8 @@ class Shipper(Lender):
         self._say(Parcel(key, data.nbytes, what.names, what.dtypes, what.shapes))
         return data.nbytes
 
-    def _take_back(self, keep: int = 0) -> None:
-        if keep or not self.under_way:
+    def _take_back(self) -> None:
+        if not self.under_way:
             return
         for engine in self.world.rollout:
             self.world.receive(TAKEN, self.seconds, f"rollout rank {engine} to take weights", source=engine)
@@ -151,12 +148,8 @@ class Shipper(Lender):
             self.world.send(message, engine, SHARED, self.seconds, f"rollout rank {engine} to hear of weights")
 
 
-class Unpacker(Borrower):
-    """The rollout side.
-
-    Args:
-        workers: of the engine; each opens the same shared memory.
-    """
+class Unpacker(Taker):
+    """The rollout side: every worker of the engine opens the same shared memory."""
 
     def __init__(
         self, world: World, engine: "EngineHost", workers: int, heartbeat: Heartbeat, seconds: float, carrier: Carrier
@@ -164,11 +157,8 @@ class Unpacker(Borrower):
         import torch
 
         torch.multiprocessing.set_sharing_strategy("file_system")  # memory that any process can open by its name
-        self.world, self.engine, self.heartbeat, self.seconds = world, engine, heartbeat, seconds
-        self.workers, self.carrier, self.lead = workers, carrier, world.train[0]
-        self.version = -1
-        self.figures: dict[str, float] = {}
-        world.send(workers, self.lead, READY, seconds, "the trainer to hear that the engine is up")
+        self.carrier = carrier
+        super().__init__(world, engine, workers, heartbeat, seconds)
 
     def _take(self) -> None:
         while parcel := self.world.receive(SHARED, self.seconds, "weights from the trainer", source=self.lead):

@@ -6,7 +6,7 @@ from miles_hpc import data, signals
 from miles_hpc.attach import attach
 from miles_hpc.config import Config
 from miles_hpc.device import backend
-from miles_hpc.handover import Borrower
+from miles_hpc.handover import Borrower, Taker
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.metrics import Clock
 from miles_hpc.paths import RunPaths
@@ -59,7 +59,7 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
 
 def _receiver(
     config: Config, paths: RunPaths, world: World, engine: EngineHost, restarts: Restarts, heartbeat: Heartbeat
-) -> Receiver | Borrower:
+) -> Receiver | Taker:
     workers, seconds = config.rollout.tensor_parallel, config.patience_seconds
     if config.rollout.weight_transport:
         return Unpacker(world, engine, workers, heartbeat, seconds, Carrier.of(config, paths))

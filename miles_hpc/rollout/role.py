@@ -10,7 +10,7 @@ from miles_hpc import evaluation, metrics
 from miles_hpc.config import Config
 from miles_hpc.data import Prompts
 from miles_hpc.errors import DeadlineExceeded, EngineDied, Stopped
-from miles_hpc.handover import Borrower
+from miles_hpc.handover import Taker
 from miles_hpc.paths import RunPaths
 from miles_hpc.receiver import Receiver
 from miles_hpc.rollout import drafts
@@ -30,7 +30,7 @@ class RolloutRole:
     world: World
     prompts: Prompts
     generator: Generator
-    receiver: Receiver | Borrower
+    receiver: Receiver | Taker
     outbox: Outbox
     clock: metrics.Clock
     seconds: float

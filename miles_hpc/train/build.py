@@ -8,7 +8,7 @@ from miles_hpc.archive import Archive
 from miles_hpc.checkpoint import Checkpoints
 from miles_hpc.config import Config
 from miles_hpc.group import open_store
-from miles_hpc.handover import Lender
+from miles_hpc.handover import Giver, Lender
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.metrics import Clock
 from miles_hpc.paths import RunPaths
@@ -42,7 +42,7 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
 
 def _sender(
     config: Config, paths: RunPaths, world: World, attempt: int, trainer: Trainer, heartbeat: Heartbeat
-) -> Sender | Lender:
+) -> Sender | Giver:
     seconds, exact, folder = config.patience_seconds, config.run.numerics == "exact", paths.model_of(config)
     if config.colocated:
         return Lender(world, trainer, folder, heartbeat, seconds, exact, config.rollout.tensor_parallel)

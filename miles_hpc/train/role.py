@@ -11,7 +11,7 @@ from miles_hpc import device, evaluation, metrics
 from miles_hpc.checkpoint import Checkpoints
 from miles_hpc.config import Config
 from miles_hpc.errors import Stopped
-from miles_hpc.handover import Lender
+from miles_hpc.handover import Giver
 from miles_hpc.paths import RunPaths
 from miles_hpc.rollout.restarts import DEATH
 from miles_hpc.samples import store
@@ -40,7 +40,7 @@ class TrainRole:
     trainer: Trainer
     checkpoints: Checkpoints
     clock: metrics.Clock
-    sender: Sender | Lender
+    sender: Sender | Giver
     seconds: float
     """Deadline of a wait for the other role."""
     stop: Stop

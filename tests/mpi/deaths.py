@@ -1,14 +1,18 @@
-"""deaths.py ROLE SIZE FOLDER: weights from training ranks to engines, and answers from engines that have them.
+"""deaths.py ROLE SIZE FOLDER [SEED]: weights from training ranks to engines, and answers from engines that have them.
 
 The program of the engine is replaced by `engine.py`; host, restarts, flights, receiver and sender are the real ones. Version v
-is the checkpoint plus v + 1, so that an engine that answers with what it was started with is found out.
+is the checkpoint plus v + 1, so that an engine that answers with what it was started with is found out. With SEED every
+message, and everything that an engine does, comes late by chance.
 """
 
 import json
 import os
+import random
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +30,7 @@ from miles_hpc.sync import Sender
 from miles_hpc.world import World, connect
 
 VERSIONS, REQUESTS, ANSWERS, SECONDS = 4, 6, 99, 60.0
+DELAY_SECONDS = 0.05
 
 
 class Trainer:
@@ -63,7 +68,7 @@ def train(world: World, folder: Path, heartbeat: Heartbeat) -> None:
     sender = Sender(world, trainer, folder, heartbeat, SECONDS, 5.0)
     steps = []
     for trainer.version in range(VERSIONS):
-        report = sender.send(trainer.version, stop=trainer.version == VERSIONS - 1)
+        report = sender.send(trainer.version)
         box = Box(world)
         sender.serve(box, "answers")
         steps.append({"size": report.size, "digests": report.digests, "given_up": report.given_up, "answers": box.found})
@@ -81,9 +86,8 @@ def rollout(world: World, folder: Path, heartbeat: Heartbeat) -> None:
     restarts.ready()
     receiving = Receiver(world, engine, restarts, 1, "gloo", heartbeat, SECONDS)
     engine.recover = receiving.recover
-    going_on = []
     for version in range(VERSIONS):
-        going_on.append(receiving.receive(version))
+        receiving.receive(version)
         assert receiving.version == version
         with engine.flight() as flight:
             keys = flight.add([Request([1], prompt, world.rank, 4) for prompt in range(REQUESTS)])
@@ -92,8 +96,26 @@ def rollout(world: World, folder: Path, heartbeat: Heartbeat) -> None:
                 key, output = flight.next()
                 answers.append([world.rank, keys.index(key), *output.tokens])
         world.send(answers, world.train[0], ANSWERS, SECONDS, "answers to be taken")
-    (folder / f"took-{world.rank}").write_text(str(going_on))
     engine.shutdown()
+
+
+def delay(world: World, seed: str) -> None:
+    """Messages leave late, and are taken late."""
+    chance, send, post, take = random.Random(f"{seed} {world.rank}"), world.send, world.post, world.take
+
+    def later(call: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(*arguments: Any, **named: Any) -> Any:
+            time.sleep(chance.random() * DELAY_SECONDS)
+            return call(*arguments, **named)
+
+        return wait
+
+    def take_late(tag: int, source: int | None = None) -> Any:
+        found = take(tag, source)
+        return later(lambda: found)() if found else found
+
+    world.send, world.post, world.take = later(send), later(post), take_late
+    os.environ["SEED"] = seed
 
 
 def config(folder: Path) -> Config:
@@ -103,10 +125,12 @@ def config(folder: Path) -> Config:
 
 
 def main() -> None:
-    role, size, where = sys.argv[1:]
+    role, size, where, *seed = sys.argv[1:]
     folder = Path(where)
     pace.LEAST_SECONDS = receiver.GRACE_SECONDS = 2.0
     world = connect(role, int(size), lambda: None)
+    if seed:
+        delay(world, seed[0])
     heartbeat = Heartbeat(folder / f"beat-{world.rank}.json", role, world.rank, 1)
     try:
         if role == "train":

@@ -2,10 +2,11 @@
 
 It holds plain tensors. A request is answered by the sum of one tensor's elements and the rank. A file `fault-RANK`
 beside its model, "NAME N SIGNAL", makes it send itself that signal at the Nth call of that name, once; "NAME refused"
-makes it refuse every call of that name.
+makes it refuse every call of that name. With SEED in its environment it does everything late by chance.
 """
 
 import os
+import random
 import signal
 import sys
 import time
@@ -24,6 +25,7 @@ from miles_hpc.fused import Fused
 from miles_hpc.rollout.request import Output
 
 SHOWN = "model.norm.weight"
+DELAY_SECONDS = 0.1
 
 
 class Engine:
@@ -32,6 +34,7 @@ class Engine:
     def __init__(self, folder: Path) -> None:
         self.folder, self.groups, self.counts = folder, {}, Counter[str]()
         self.held = load_file(folder / "model.safetensors")
+        self.chance = random.Random(f"{os.environ['SEED']} {os.environ['RANK']}") if "SEED" in os.environ else None
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
     def init_weights_update_group(self, master_address, master_port, rank_offset, world_size, group_name, backend) -> None:
@@ -71,7 +74,9 @@ class Engine:
             connection.send(("output", key, Output(tokens, [0.0, 0.0], True)))
 
     def meet(self, name: str) -> None:
-        """The fault, if it is now."""
+        """The delay, and the fault if it is now."""
+        if self.chance:
+            time.sleep(self.chance.random() * DELAY_SECONDS)
         self.counts[name] += 1
         file = self.folder / f"fault-{os.environ['RANK']}"
         if file.exists() and file.read_text() == f"{name} refused":

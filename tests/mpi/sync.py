@@ -134,7 +134,7 @@ def main() -> None:
                 sender = partial(Shipper, exact=False, carrier=Carrier(Files(Path(folder, "weights"), mode)), name="001")
             sender = sender(world, trainer, Path(folder), heartbeat, 60)
             for trainer.version in range(3):
-                report = sender.send(trainer.version, stop=trainer.version == 2)
+                report = sender.send(trainer.version)
                 if world.leads:
                     with Path(folder, "sent").open("a") as file:
                         file.write(f"{trainer.version} {report.size} {report.digests}\n")
@@ -146,7 +146,10 @@ def main() -> None:
                 receiver = Borrower(world, engine, workers, heartbeat, 60)
             else:
                 receiver = Receiver(world, engine, SimpleNamespace(), 1, "gloo", heartbeat, 60)
-            Path(folder, f"took-{world.rank}").write_text(str([receiver.receive(version) for version in range(3)]))
+            for version in range(3):
+                receiver.receive(version)
+                with Path(folder, f"took-{world.rank}").open("a") as file:
+                    file.write(f"{receiver.version} ")
     except MilesError as error:
         Path(folder, f"refused-{role}").write_text(str(error))  # what is printed just before an abort may be lost
         world.abort(1)

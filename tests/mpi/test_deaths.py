@@ -31,14 +31,15 @@ def answered_by_every_version(model, rollout: list[int]) -> bool:
     return True
 
 
-def test_without_a_fault_every_version_reaches_every_engine(mpi, model):
-    done = mpi("deaths", train=2, rollout=2)
+@pytest.mark.parametrize("seed", [[], ["1"], *(pytest.param([str(seed)], marks=pytest.mark.long) for seed in range(2, 9))])
+def test_without_a_fault_every_version_reaches_every_engine(mpi, model, seed):
+    """Whatever comes late, by chance of the seed: messages, and what the engines do."""
+    done = mpi("deaths", *seed, train=2, rollout=2)
     assert done.returncode == 0, done.stdout + done.stderr
     size = sum(tensor.nbytes for tensor in load_file(model / "model.safetensors").values())
     steps = told(model)["steps"]
     assert [step["size"] for step in steps] == [size] * VERSIONS
     assert {step["digests"] for step in steps} == {2 * 21}
-    assert [(model / f"took-{rank}").read_text() for rank in (2, 3)] == ["[True, True, True, False]"] * 2
     assert answered_by_every_version(model, [2, 3])
     assert (told(model)["rounds"], told(model)["deaths"]) == (VERSIONS, [])
 
