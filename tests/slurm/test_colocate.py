@@ -9,7 +9,7 @@ import pytest
 from miles_hpc.launchers import audit, cli, state
 from miles_hpc.paths import RunPaths
 
-pytestmark = [pytest.mark.slurm, pytest.mark.engine]
+pytestmark = [pytest.mark.slurm, pytest.mark.engine, pytest.mark.long]
 TOML = """\
 run = { name = "turns", steps = 3, placement = "colocate" }
 model = { source = "miles_hpc.examples.arithmetic:model", context_length = 64 }

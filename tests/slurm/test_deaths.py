@@ -6,28 +6,26 @@ import time
 import psutil
 import pytest
 
-from miles_hpc.launchers import verdict
+from miles_hpc.launchers import state, verdict
 from miles_hpc.paths import RunPaths
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
+SMALL = ("slurm.train.nodes=1", "slurm.train.ranks_per_node=1", "slurm.rollout.nodes=1")
 
 
-def test_a_job_of_one_minute_goes_on_after_every_time_limit(submit, ended, until):
-    """Warned early enough to save, requeued by itself, and so on: three attempts."""
-    run = submit("hold", "slurm.time_minutes=1", "slurm.warning_seconds=30")
-    paths = RunPaths(run)
-    until(lambda: verdict.read(paths, 2), 400)
-    (run / "go").touch()
-    now = ended(run)
-    assert (now.word, now.attempt, now.slurm.restarts) == ("done", 3, 2)
-    for attempt in (1, 2):
-        assert verdict.read(paths, attempt).kind == "time_limit"
-        assert "saved" in paths.log(attempt, "train", 0).read_text()
+def test_a_job_of_one_minute_goes_on_three_times(submit, ended, until):
+    """Warned early enough to save, requeued by itself, and so on; no step is done twice, none is left out."""
+    run = submit("steps", *SMALL, "slurm.time_minutes=1", "run.steps=150")
+    until(lambda: state.state_of(run).ended, 900)
+    now, paths = ended(run), RunPaths(run)
+    done = [json.loads(line)["step"] for line in paths.events.read_text().splitlines()]
+    assert now.word == "done" and now.attempt >= 4 and done == list(range(150))
+    assert {verdict.read(paths, attempt).kind for attempt in paths.attempt_numbers()[:-1]} == {"time_limit"}
 
 
 def test_a_node_that_falls_silent_is_named_and_replaced(submit, ended, until, slurm):
     """Its daemon, the step's daemon and the rank die at once, as when the power fails; nobody is told."""
-    run = submit("hold", "slurm.rollout.nodes=1", "slurm.train.nodes=1", "slurm.train.ranks_per_node=1")
+    run = submit("hold", *SMALL)
     paths = RunPaths(run)
     until(lambda: len(beats(paths, 1)) == 2)
     beat = json.loads(paths.heartbeat(1).read_text())

@@ -179,6 +179,7 @@ def test_where_the_batch_shell_has_no_scontrol_watch_submits_again(submit, slurm
     assert "submitted again" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_controller_that_is_away_while_the_job_asks_to_be_requeued(submit, ended, slurm, until):
     run = submit("hold", *SMALL)
     until(lambda: len(list(run.glob("holding-*"))) == 2)
@@ -203,31 +204,3 @@ def test_why_completes_the_verdict_where_the_batch_shell_was_killed(submit, hold
     assert cli.main(["why", str(run)]) == 0
     assert "attempt 1 of" in capsys.readouterr().out
     assert len(verdict.fields(RunPaths(run), 1)["heartbeats"]) == 6
-
-
-@pytest.mark.long
-def test_a_job_of_one_minute_goes_on_three_times(submit, ended, until):
-    run = submit("steps", *SMALL, "slurm.time_minutes=1", "run.steps=150")
-    until(lambda: state.state_of(run).ended, 900)
-    now = ended(run)
-    done = [json.loads(line)["step"] for line in RunPaths(run).events.read_text().splitlines()]
-    assert now.word == "done" and now.attempt >= 4 and done == list(range(150))
-    assert set(kinds(run)[:-1]) == {"time_limit"}
-
-
-@pytest.mark.long
-def test_a_node_that_dies_without_a_word_sends_the_run_to_another(submit, holding, ended, until, slurm):
-    """Its daemon, the step's daemons and the rank, all at once; Slurm notices by itself within a minute."""
-    run = submit("hold", *SMALL)
-    until(lambda: len(list(run.glob("holding-*"))) == 2)
-    rank = json.loads(RunPaths(run).heartbeat(1).read_text())["pid"]
-    step_daemon = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
-    try:
-        for pid in (slurm._daemon("slurmd-r0").pid, step_daemon, rank):
-            os.kill(pid, signal.SIGKILL)
-        until(lambda: RunPaths(run).attempt_numbers() == [1, 2], 120)
-        (run / "go").touch()
-        now = ended(run)
-    finally:
-        slurm._daemon("slurmd-r0").start(slurm._environment())
-    assert (now.word, kinds(run), hosts(run, 2)) == ("done", ["node_failure", "done"], ["t0", "r1"])
