@@ -70,6 +70,11 @@ def test_every_link_leads_somewhere(page):
         assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_every_test_that_is_named_exists():
+    named = [pair for page in PAGES for pair in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", page.read_text())]
+    assert named and [name for file, name in named if f"def {name}(" not in (ROOT / file).read_text()] == []
+
+
 @pytest.mark.parametrize("file", sorted((ROOT / "docs/examples").glob("*.toml")), ids=lambda file: file.name)
 def test_examples_are_short_and_valid(file):
     lines = [line for line in file.read_text().splitlines() if line.strip() and not line.startswith("#")]

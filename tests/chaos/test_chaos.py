@@ -1,24 +1,31 @@
-"""A fixed part of `make chaos`: one run, a few faults of every class, and nothing is different at its end."""
+"""A fixed part of `make chaos`: one run, a few faults of every class, and nothing is different at its end.
+
+How long anything takes is a matter of load, and not judged here.
+"""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
+
+from miles_hpc.launchers import cli, node, state
 
 sys.path.append(str(Path(__file__).parent))
 import storage
-from faults import ENGINE_A, FAULTS, TRAINER, death
+from faults import ENGINE_A, ENGINE_B, FAULTS, TRAINER, death
 from harness import differences, finish, interrupted, planned, private_cluster, start, strike
 
-pytestmark = [pytest.mark.slurm, pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slurm, pytest.mark.engine, pytest.mark.timeout(1800)]
 CHOSEN = {
     "SIGKILL of a rollout rank",
+    "scheduler killed",
     "reward raises",
     "reward is NaN",
     "request out of memory",
     "no space for a shard",
     "USR2 to the batch shell",
-    "rollout rank stopped for 5 s",
 }
 ON_DISK = {"bit flipped in a checkpoint", "shard truncated", "killed while saving", "disk full while saving"}
 
@@ -32,7 +39,8 @@ def cluster():
 @pytest.fixture(scope="module")
 def runs(cluster, tmp_path_factory):
     """The disturbed run with the outcomes of its faults, and the undisturbed one."""
-    folder, plan = tmp_path_factory.mktemp("chaos"), planned(fault for fault in FAULTS if fault.name in CHOSEN)
+    chosen = [replace(fault, abrupt=False, seconds=0.0) for fault in FAULTS if fault.name in CHOSEN]
+    folder, plan = tmp_path_factory.mktemp("chaos"), planned(chosen)
     undisturbed = start(cluster, folder / "undisturbed", plan)
     finish(undisturbed)
     subject = start(cluster, folder / "chaos", plan)
@@ -62,6 +70,26 @@ def on_disk(runs, tmp_path_factory):
 @pytest.mark.parametrize("name", sorted(ON_DISK))
 def test_what_is_damaged_is_named_and_the_newest_valid_is_found(name, on_disk):
     assert on_disk[name] == []
+
+
+@pytest.mark.long
+def test_neither_a_time_limit_nor_a_cancel_leaves_a_process(cluster, tmp_path):
+    """The time limit ends the first attempt, the user the second."""
+    run = start(cluster, tmp_path / "ends", [(5000, FAULTS[0])], "slurm.time_minutes=2", "slurm.warning_seconds=20")
+    ends(run, 1, "time_limit", lambda: None)
+    ends(run, 2, "preempted", lambda: cli.main(["cancel", str(run.paths.folder)]))
+    run.until(lambda: state.state_of(run.paths.folder).ended, "the end")
+    assert list(node.stale(run.paths.folder)) == []
+
+
+def ends(run, attempt, kind, end):
+    """Of ranks, engines and all that they started nothing is left."""
+    run.until(lambda: run.attempt == attempt and run.beat(ENGINE_B).get("phase") == "rollout", "a generation")
+    processes = run.processes()
+    assert sum("scheduler" in process.name() for process in processes) == 2  # SGLang's, children of the engines' hosts
+    end()
+    assert psutil.wait_procs(processes, timeout=200)[1] == []
+    run.until(lambda: run.verdict(attempt).get("kind") == kind, f"the verdict {kind}", 60)
 
 
 @pytest.mark.long
