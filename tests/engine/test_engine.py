@@ -308,6 +308,7 @@ def test_an_engine_sleeps_wakes_and_takes_shared_weights(engine: EngineHost, bat
     assert tokens(answers(engine, requests(64))) == tokens(batch)
 
 
+@pytest.mark.long
 def test_a_dead_engine_is_an_error_and_its_successor_samples_the_same(engine: EngineHost, batch: list[Output]) -> None:
     """SGLang kills its process tree some seconds after its scheduler's death; this process survives and starts another."""
     old = psutil.Process(engine.pid).children(recursive=True)

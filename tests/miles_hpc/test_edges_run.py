@@ -10,7 +10,7 @@ import pytest
 from miles_hpc.launchers import cli, state
 from miles_hpc.paths import RunPaths
 
-pytestmark = [pytest.mark.mpi, pytest.mark.engine]
+pytestmark = [pytest.mark.mpi, pytest.mark.engine, pytest.mark.long]
 PAGE = (Path(__file__).parents[2] / "docs/edges.md").read_text()
 TOML = """\
 run = { name = "own", steps = 2 }

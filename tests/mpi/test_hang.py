@@ -23,7 +23,11 @@ def living(run: Path) -> list[Path]:
 
 @pytest.mark.parametrize(
     ("mode", "rank", "said"),
-    [("stopped", 0, "no sign of life"), ("blocked", 1, "no sign of life"), ("asleep", 1, "no progress")],
+    [
+        pytest.param("stopped", 0, "no sign of life", marks=pytest.mark.long),
+        ("blocked", 1, "no sign of life"),
+        ("asleep", 1, "no progress"),
+    ],
 )
 def test_the_rank_that_hangs_is_named_and_all_end(mpi, tmp_path, mode, rank, said):
     done = mpi("hang", mode, train=2, rollout=2)
