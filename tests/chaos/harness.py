@@ -36,6 +36,7 @@ SMALL = [
     "rollout.prompts_per_step=16",
     "rollout.samples_per_prompt=4",
     "rollout.flush_groups=4",
+    "rollout.unfinished=continue",
     "rollout.reward=misbehaving:reward",
     "rollout.reward_error=drop",
     "checkpoint.every_steps=1",
