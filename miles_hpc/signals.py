@@ -29,11 +29,6 @@ def noted() -> int:
     return _noted[0] if _noted else 0
 
 
-def heard(number: int) -> bool:
-    """True if this signal was noted, be it the first or not."""
-    return number in _noted
-
-
 def check() -> None:
     """While a rank starts, there is nothing to lose, and the whole attempt ends. Raises: Stopped if a signal was noted."""
     if _noted:
