@@ -18,7 +18,7 @@ from typing import Any
 import gpu_models
 import psutil
 
-STEPS, REPEATS, LIMIT = 6, 5, 240
+STEPS, REPEATS, LIMIT = 8, 5, 110
 JOB = """
 run = {{ name = "bench", steps = {steps} }}
 model = {{ path = "model", context_length = 512, dtype = "bfloat16" }}
@@ -40,8 +40,11 @@ def reward(prompt, answer, label, metadata):
 
 
 def measure(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """One row per model: medians over the syncs after the first two."""
-    yield "sync", [_row(name, folder / name) for name in gpu_models.MODELS]
+    """The table so far after each model, one row for it: medians over the syncs after the first two."""
+    rows = []
+    for name in gpu_models.MODELS:
+        rows.append(_row(name, folder / name))
+        yield "sync", rows
 
 
 def _row(name: str, folder: Path) -> dict[str, Any]:
@@ -49,6 +52,7 @@ def _row(name: str, folder: Path) -> dict[str, Any]:
     syncs = _syncs(name, folder)
     size, later = syncs[0]["bytes"], [sync["seconds"] for sync in syncs[2:]]
     seconds, plain = statistics.median(later), _broadcast(size, folder)
+    _say(f"{name}: broadcast of {size} bytes {plain:.4f} s, sync {seconds:.4f} s")
     return {
         "model": name,
         "MB": size / 1e6,
@@ -60,6 +64,7 @@ def _row(name: str, folder: Path) -> dict[str, Any]:
         "broadcast GB/s": size / plain / 1e9,
         "% of broadcast": 100 * plain / seconds,
         "syncs": len(later),
+        "engine tensors compared": syncs[0]["digests"],
     }
 
 
@@ -76,7 +81,9 @@ def _syncs(name: str, folder: Path) -> list[dict[str, Any]]:
     run = folder / "run"
     (run / "attempts" / "001").mkdir(parents=True)
     (run / "config.toml").write_text(config.dump(config.load(folder / "job.toml")))
-    subprocess.run([sys.executable, "-m", "miles_hpc.prepare", "--run", run, "--attempt", "1"], check=True)
+    _say(f"{name}: written")
+    subprocess.run([sys.executable, "-m", "miles_hpc.prepare", "--run", run, "--attempt", "1"], check=True, timeout=LIMIT)
+    _say(f"{name}: prepared")
     launch = shlex.split(os.environ.get("MPIEXEC", "mpiexec"))
     with (folder / "log").open("w+") as log:
         command = [*launch, *_rank("train", run, 0), ":", *_rank("rollout", run, 1)]
@@ -94,14 +101,21 @@ def _syncs(name: str, folder: Path) -> list[dict[str, Any]]:
 
 def _wait(events: Path, ranks: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
     """The first STEPS syncs of a run under way. Raises: RuntimeError if it ends or takes too long before."""
-    deadline = time.monotonic() + LIMIT
+    deadline, syncs = time.monotonic() + LIMIT, []
     while ranks.poll() is None and time.monotonic() < deadline:
         lines = events.read_text(encoding="utf-8").splitlines()[:-1] if events.exists() else []
-        syncs = [event for event in map(json.loads, lines) if event["event"] == "sync"]
+        known, syncs = len(syncs), [event for event in map(json.loads, lines) if event["event"] == "sync"]
+        for sync in syncs[known:]:
+            _say(f"sync {sync['version']}: {sync['seconds']:.4f} s")
         if len(syncs) >= STEPS:
             return syncs[:STEPS]
         time.sleep(0.5)
-    raise RuntimeError(f"no {STEPS} syncs within {LIMIT} s, exit code {ranks.poll()}")
+    raise RuntimeError(f"{len(syncs)} instead of {STEPS} syncs within {LIMIT} s, exit code {ranks.poll()}")
+
+
+def _say(what: str) -> None:
+    """Progress, with the time of day."""
+    print(time.strftime("%H:%M:%S"), what, flush=True)
 
 
 def _rank(role: str, run: Path, number: int) -> list[str]:
@@ -145,6 +159,6 @@ for _ in range({REPEATS + 2}):
 dist.destroy_process_group()
 """
     ranks = [subprocess.Popen([sys.executable, "-c", code, str(r)], stdout=subprocess.PIPE, text=True) for r in (0, 1)]
-    printed = ranks[0].communicate(timeout=300)[0]
-    ranks[1].communicate(timeout=300)
+    printed = ranks[0].communicate(timeout=60)[0]
+    ranks[1].communicate(timeout=60)
     return statistics.median(float(line) for line in printed.split()[2:])
