@@ -1,47 +1,89 @@
 """A 64-bit digest of a tensor's bytes, the same on CPU and CUDA, cheap enough for every weight sync.
 
 Modular sum of 32-bit words, each times an odd number that depends on its position: any single changed word, a swap or a shift
-changes it. It guards against transport and mapping errors, not against an adversary.
+changes it. It guards against transport and mapping errors, not against an adversary. That of tensors joined follows from two
+sums of each of them, so they need not be joined, and a GPU is asked once about many.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 CHUNK_WORDS = 1 << 20
-CHUNKS = {"cpu": 1, "cuda": 16}
-"""Computed at a time: what stays in a CPU's cache, or keeps a GPU busy in 128 MiB."""
+"""Computed at a time: what stays in a CPU's cache."""
 MODULUS = 1 << 64
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd (Knuth, TAOCP vol. 3, 6.4)
 
 
+@dataclass(frozen=True)
+class Sums:
+    """Of the 32-bit words of some bytes."""
+
+    size: int
+    """Bytes."""
+    plain: int
+    """Sum of the words."""
+    placed: int
+    """Sum of each word times its position."""
+
+    def __add__(self, behind: "Sums") -> "Sums":
+        """Of the bytes of both, joined. Raises: ValueError: the first ones are no whole words."""
+        if self.size % 4 and behind.size:
+            raise ValueError(f"{self.size} bytes are no whole words")
+        placed = self.placed + behind.placed + self.size // 4 * behind.plain
+        return Sums(self.size + behind.size, self.plain + behind.plain, placed)
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits. The word at position i counts 1 + 2 * GOLDEN * i times."""
+        return f"{(self.size * GOLDEN + self.plain + 2 * GOLDEN * self.placed) % MODULUS:016x}"
+
+
 def digest(tensor: torch.Tensor) -> str:
     """Digest of the bytes of `tensor` in row-major order, as 16 hexadecimal digits."""
-    total = tensor.numel()
-    for value in _sums(_words(tensor)):
-        total = (total * GOLDEN + value) % MODULUS
-    return f"{total:016x}"
+    return digests([tensor])[0]
 
 
-def _sums(words: torch.Tensor) -> list[int]:
-    """Of each chunk; a GPU is asked once, since an answer takes longer than a chunk."""
-    factors = _factors(words.device)
-    whole = len(words) - len(words) % CHUNK_WORDS
-    blocks = [words[:whole].view(-1, CHUNK_WORDS), words[whole:].view(1, -1)]
-    parts = [part for block in blocks for part in block.split(CHUNKS[words.device.type]) if part.numel()]
-    sums = [(part * factors[: part.shape[1]]).sum(1) for part in parts]  # int32 times int64 is int64
-    return torch.cat(sums).tolist() if sums else []
+def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Of each tensor."""
+    return [Sums(t.nbytes, *pair).digest for t, pair in zip(tensors, sums(tensors).tolist(), strict=True)]
+
+
+def sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[n, 2] int64, `plain` and `placed` of each tensor modulo 2^64, on their device; a GPU is not waited for."""
+    words = [_words(tensor) for tensor in tensors]
+    if words and words[0].is_cuda:
+        from miles_hpc.kernels import sums as kernel
+
+        return kernel.sums(words)
+    return torch.tensor([_sums(w) for w in words], dtype=torch.int64).view(-1, 2)
+
+
+def _sums(words: torch.Tensor) -> tuple[int, int]:
+    plain = placed = 0
+    for number, chunk in enumerate(words.split(CHUNK_WORDS)):
+        part = int(chunk.sum())
+        plain += part
+        placed += int((chunk * _positions()[: len(chunk)]).sum()) + number * CHUNK_WORDS * part
+    return _signed(plain), _signed(placed)
 
 
 @cache
-def _factors(device: torch.device) -> torch.Tensor:
-    """[CHUNK_WORDS] odd int64 numbers."""
-    position = torch.arange(1, CHUNK_WORDS + 1, dtype=torch.int64, device=device)
-    return (position * (GOLDEN - MODULUS)) | 1
+def _positions() -> torch.Tensor:
+    return torch.arange(CHUNK_WORDS)
+
+
+def _signed(number: int) -> int:
+    """What an int64 holds of it."""
+    return (number + MODULUS // 2) % MODULUS - MODULUS // 2
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if short := -len(data) % 4:
         data = torch.cat([data, data.new_zeros(short)])
+    if data.data_ptr() % 4:
+        data = data.clone()
     return data.view(torch.int32)

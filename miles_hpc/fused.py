@@ -1,63 +1,67 @@
-"""What a checkpoint becomes in an engine: which of its tensors SGLang joins, and the digests of the joined ones."""
+"""Digests of an engine's tensors, which are joined checkpoint tensors (`layout.py`), as the sender expects them."""
 
-import re
-from dataclasses import dataclass, field
+from collections import defaultdict
 from typing import TYPE_CHECKING
+
+from miles_hpc.buckets import BUCKET_MIB
+from miles_hpc.layout import Layout
 
 if TYPE_CHECKING:
     import torch
 
-VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-VOCABULARY_MULTIPLE = 64  # SGLang fills its vocabulary tables up with zero rows
 
-
-@dataclass
 class Fused:
-    """Digests of engine tensors, which are concatenations of checkpoint tensors."""
+    """Takes a checkpoint's tensors, in any order, and lets go of them bucket by bucket."""
 
-    exact: bool = False
-    """The engine's tensors are the checkpoint's, as in exact numerics."""
-    parts: dict[str, list[tuple[tuple[int, int], "torch.Tensor"]]] = field(default_factory=dict)
+    def __init__(self, layout: Layout | None = None) -> None:
+        self.layout = layout or Layout()
+        self.parts: list[tuple[int, str, tuple[int, int], int]] = []
+        """Worker, engine tensor, place in it, bytes; in the order of `sums`."""
+        self.sums: list[torch.Tensor] = []
+        self.waiting: list[torch.Tensor] = []
+        self.size = 0
+        """Bytes that wait."""
 
     def add(self, name: str, tensor: "torch.Tensor") -> None:
-        """Take a checkpoint tensor by its name."""
-        if self.exact:
-            self.parts[name] = [((0, 0), tensor)]
-            return
-        engine_name, place = engine_tensor(name)
-        self.parts.setdefault(engine_name, []).append((place, _filled(tensor) if name in VOCABULARY else tensor))
+        engine_name, place = self.layout.place(name)
+        for worker in range(self.layout.workers):
+            part = self.layout.part(name, tensor, worker)
+            self.parts.append((worker, engine_name, place, part.nbytes))
+            self.waiting.append(part)
+            self.size += part.nbytes
+        if self.size >= BUCKET_MIB[tensor.device.type] << 20:
+            self._count()
 
-    def digests(self) -> dict[str, str]:
-        """By engine tensor name."""
+    def digests(self) -> list[dict[str, str]]:
+        """Of each worker's tensors, by engine tensor name; a GPU is asked once, since an answer takes longer than a sum."""
         import torch
 
-        from miles_hpc.digest import digest
+        from miles_hpc.digest import Sums
 
-        joined = {}
-        for name, parts in self.parts.items():
-            ordered = [tensor.reshape(-1) for _, tensor in sorted(parts, key=lambda part: part[0])]
-            joined[name] = digest(torch.cat(ordered) if len(ordered) > 1 else ordered[0])
-        return joined
+        self._count()
+        joined: dict[tuple[int, str], list[tuple[tuple[int, int], Sums]]] = defaultdict(list)
+        pairs = torch.cat(self.sums).tolist() if self.sums else []
+        for (worker, name, place, size), pair in zip(self.parts, pairs, strict=True):
+            joined[worker, name].append((place, Sums(size, *pair)))
+        found: list[dict[str, str]] = [{} for _ in range(self.layout.workers)]
+        for (worker, name), parts in joined.items():
+            ordered = sorted(parts, key=lambda part: part[0])
+            found[worker][name] = sum((part for _, part in ordered), Sums(0, 0, 0)).digest
+        return found
+
+    def _count(self) -> None:
+        from miles_hpc.digest import sums
+
+        if self.waiting:
+            self.sums.append(sums(self.waiting))
+        self.waiting, self.size = [], 0
 
 
-def _filled(table: "torch.Tensor") -> "torch.Tensor":
-    """[vocabulary, hidden] as the engine holds it: filled up with zero rows."""
-    import torch
-
-    return torch.nn.functional.pad(table, (0, 0, 0, -len(table) % VOCABULARY_MULTIPLE))
-
-
-def engine_tensor(name: str) -> tuple[str, tuple[int, int]]:
-    """The engine's tensor that a checkpoint tensor becomes part of, and its place there (expert, part).
-
-    SGLang 0.5.16 joins q, k, v; gate, up; and the experts of a layer, each along the first dimension.
-    """
-    if match := re.fullmatch(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name):
-        prefix, expert, part = match.groups()
-        fused = "w2_weight" if part == "down" else "w13_weight"
-        return f"{prefix}.{fused}", (int(expert), int(part == "up"))
-    if match := re.fullmatch(r"(.*\.self_attn)\.([qkv])_proj\.(weight|bias)", name):
-        return f"{match[1]}.qkv_proj.{match[3]}", (0, "qkv".index(match[2]))
-    if match := re.fullmatch(r"(.*\.mlp)\.(gate|up)_proj\.weight", name):
-        return f"{match[1]}.gate_up_proj.weight", (0, int(match[2] == "up"))
-    return name, (0, 0)
+def different(expected: list[dict[str, str]], held: list[dict[str, str]]) -> list[str]:
+    """Engine tensors whose digests are not the expected ones, of all workers."""
+    return sorted(
+        name if len(expected) == 1 else f"{name} of worker {worker}"
+        for worker, digests in enumerate(expected)
+        for name, value in digests.items()
+        if len(held) != len(expected) or held[worker].get(name) != value
+    )

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING
 from miles_hpc import device
 from miles_hpc.buckets import buckets, checkpoint_shapes, flatten
 from miles_hpc.errors import SyncError, WorldError
-from miles_hpc.fused import Fused
+from miles_hpc.fused import Fused, different
 from miles_hpc.heartbeat import Heartbeat
+from miles_hpc.layout import Layout
 from miles_hpc.sync import Mailbox, Report, Weights
 from miles_hpc.world import World
 
@@ -39,8 +40,8 @@ class Complete:
     """End of a version: what every engine must hold now."""
 
     version: int
-    digests: dict[str, str]
-    """By engine tensor."""
+    digests: list[dict[str, str]]
+    """For each worker of an engine, by engine tensor."""
 
 
 class Giver(ABC):
@@ -48,12 +49,13 @@ class Giver(ABC):
 
     Args:
         model_folder: the checkpoint that the engines loaded.
+        layout: of the engines' tensors.
     """
 
     def __init__(
-        self, world: World, trainer: Weights, model_folder: Path, heartbeat: Heartbeat, seconds: float, exact: bool
+        self, world: World, trainer: Weights, model_folder: Path, heartbeat: Heartbeat, seconds: float, layout: Layout
     ) -> None:
-        self.world, self.trainer, self.heartbeat, self.seconds, self.exact = world, trainer, heartbeat, seconds, exact
+        self.world, self.trainer, self.heartbeat, self.seconds, self.layout = world, trainer, heartbeat, seconds, layout
         self.expected = checkpoint_shapes(model_folder)
         if world.leads:
             for engine in world.rollout:
@@ -66,7 +68,7 @@ class Giver(ABC):
             SyncError: a name or shape the engines do not know, or an engine whose tensors differ from what was shared.
         """
         self.heartbeat.enter("sync")
-        started, report, fused, seen = time.monotonic(), Report(), Fused(self.exact), set[str]()
+        started, report, fused, seen = time.monotonic(), Report(), Fused(self.layout), set[str]()
         for bucket in buckets(self._checked(seen, fused) if self.world.leads else self.trainer.weights()):
             report.size += self._give(bucket)
         self._say(None)
@@ -104,12 +106,12 @@ class Giver(ABC):
         compared = 0
         for engine in self.world.rollout:
             what = f"rollout rank {engine} to confirm weights {complete.version}"
-            different, count = self.world.receive(CONFIRMED, self.seconds, what, source=engine)
+            wrong, count = self.world.receive(CONFIRMED, self.seconds, what, source=engine)
             compared += count
-            if different:
+            if wrong:
                 raise SyncError(
-                    f"after weights {complete.version} {len(different)} engine tensors differ from what was shared: "
-                    + ", ".join(different[:3]),
+                    f"after weights {complete.version} {len(wrong)} engine tensors differ from what was shared: "
+                    + ", ".join(wrong[:3]),
                     where=f"rollout rank {engine}",
                 )
         return compared
@@ -131,7 +133,7 @@ class Lender(Giver):
     """Gives memory of its own.
 
     Args:
-        per_engine: training ranks that share an engine, one for each of its workers.
+        layout: of the engines' tensors; an engine has a training rank beside each of its workers.
     """
 
     def __init__(
@@ -141,14 +143,13 @@ class Lender(Giver):
         model_folder: Path,
         heartbeat: Heartbeat,
         seconds: float,
-        exact: bool,
-        per_engine: int,
+        layout: Layout,
     ) -> None:
         import torch
 
         torch.multiprocessing.set_sharing_strategy("file_system")  # on a CPU: memory that any process can open by its name
-        super().__init__(world, trainer, model_folder, heartbeat, seconds, exact)
-        self.engine = world.rollout[world.role_rank // per_engine]
+        super().__init__(world, trainer, model_folder, heartbeat, seconds, layout)
+        self.engine = world.rollout[world.role_rank // layout.workers]
         self.shared: deque[torch.Tensor] = deque()
 
     def _give(self, bucket: "list[tuple[str, torch.Tensor]]") -> int:
@@ -207,11 +208,8 @@ class Taker(ABC):
         """All buckets of a version."""
 
     def _compare(self, complete: Complete, ranks: list[dict[str, str]]) -> None:
-        # An engine over several GPUs holds slices, whose digests are not the whole tensor's.
-        expected = complete.digests if len(ranks) == 1 else {}
-        different = sorted(name for name, value in expected.items() if ranks[0].get(name) != value)
-        what = "the trainer to take a confirmation"
-        self.world.send((different, len(expected)), self.lead, CONFIRMED, self.seconds, what)
+        found = different(complete.digests, ranks), sum(map(len, complete.digests))
+        self.world.send(found, self.lead, CONFIRMED, self.seconds, "the trainer to take a confirmation")
 
 
 class Borrower(Taker):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from miles_hpc.buckets import Bucket
 from miles_hpc.errors import DeadlineExceeded, EngineDied, EngineError
+from miles_hpc.fused import different
 from miles_hpc.group import group_name
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.rollout.engine import EngineHost
@@ -183,9 +184,6 @@ class Receiver:
         # Keys and values of prompts were computed with the old weights.
         self.engine.call("flush_cache", timeout=seconds, timeout_s=seconds)
         ranks = self.engine.call("checksum", timeout=seconds)
-        # An engine over several GPUs holds slices, whose digests are not the whole tensor's.
-        expected = complete.digests if len(ranks) == 1 else {}
-        different = sorted(name for name, value in expected.items() if ranks[0].get(name) != value)
         self.version = self.restarts.version = complete.version
         self._confirmed = number
-        return Confirmed(different, len(expected))
+        return Confirmed(different(complete.digests, ranks), sum(map(len, complete.digests)))

@@ -46,8 +46,8 @@ class Complete:
     """End of a round: what every engine must hold now."""
 
     version: int
-    digests: dict[str, str]
-    """By engine tensor."""
+    digests: list[dict[str, str]]
+    """For each worker of an engine, by engine tensor."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from miles_hpc.errors import SyncError
 from miles_hpc.fused import Fused
 from miles_hpc.group import Group
 from miles_hpc.heartbeat import Heartbeat
+from miles_hpc.layout import Layout
 from miles_hpc.pace import Pace
 from miles_hpc.round import Complete, Confirmed, Paces, Round
 from miles_hpc.world import World
@@ -79,6 +80,7 @@ class Sender:
         model_folder: the checkpoint that the engines loaded.
         seconds: deadline of a wait for the other role.
         first: seconds that a step of a sync may take before any was measured.
+        layout: of the engines' tensors; by default that of one worker in native numerics.
     """
 
     def __init__(
@@ -89,9 +91,9 @@ class Sender:
         heartbeat: Heartbeat,
         seconds: float,
         first: float,
-        exact: bool = False,
+        layout: Layout | None = None,
     ) -> None:
-        self.world, self.trainer, self.heartbeat, self.seconds, self.exact = world, trainer, heartbeat, seconds, exact
+        self.world, self.trainer, self.heartbeat, self.seconds, self.layout = world, trainer, heartbeat, seconds, layout
         self.expected = checkpoint_shapes(model_folder)
         self.paces = Paces(Pace(min(first, JOIN_SECONDS)), Pace(first), Pace(first))
         self.version = -1
@@ -177,7 +179,7 @@ class Sender:
             for _ in self.trainer.weights():
                 pass
             return
-        fused, size, seen = Fused(self.exact), 0, set[str]()
+        fused, size, seen = Fused(self.layout), 0, set[str]()
         for bucket in buckets(self._checked(seen, fused)):  # to its end even if the round breaks: `weights` is collective
             flat = flatten(tensor for _, tensor in bucket)
             self.round.put(announce(bucket), flat)

@@ -18,6 +18,7 @@ from miles_hpc.buckets import announce, flatten
 from miles_hpc.config import Config
 from miles_hpc.handover import SHARED, TAKEN, Giver, Taker, handle
 from miles_hpc.heartbeat import Heartbeat
+from miles_hpc.layout import Layout
 from miles_hpc.paths import RunPaths
 from miles_hpc.sync import Weights
 from miles_hpc.world import World
@@ -115,11 +116,11 @@ class Shipper(Giver):
         model_folder: Path,
         heartbeat: Heartbeat,
         seconds: float,
-        exact: bool,
+        layout: Layout,
         carrier: Carrier,
         name: str,
     ) -> None:
-        super().__init__(world, trainer, model_folder, heartbeat, seconds, exact)
+        super().__init__(world, trainer, model_folder, heartbeat, seconds, layout)
         self.carrier = carrier
         self.keys = (f"{name}-{number:09d}" for number in itertools.count())
         self.under_way = ""

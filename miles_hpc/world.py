@@ -18,7 +18,7 @@ from miles_hpc.errors import DeadlineExceeded, WorldError
 PROBE_BYTES = 8 << 20  # large enough to leave MPI's eager path, where a half-working fabric shows
 PROBE_SECONDS = 120.0
 ROLE_SECONDS = 7200.0  # of waits among the ranks of a role; the watchdog finds the one that hangs long before
-POLL_SECONDS = 0.002
+POLL_SECONDS, SHORT_SECONDS = 0.002, 0.00002  # short waits are looked at more often: a weight sync is a row of them
 PROGRESS_SECONDS = 0.005
 
 
@@ -155,10 +155,11 @@ class World:
         return self.comm.improbe(source=MPI.ANY_SOURCE if source is None else source, tag=tag)
 
     def _pause(self, end: float, seconds: float, what: str) -> None:
-        if time.monotonic() > end:
+        left = end - time.monotonic()
+        if left < 0:
             raise DeadlineExceeded(f"waited {seconds:.0f} s for {what}", where=f"{self.role} rank {self.rank}")
         self.poll()
-        time.sleep(POLL_SECONDS)
+        time.sleep(min(POLL_SECONDS, (seconds - left) / 8 + SHORT_SECONDS))
 
 
 def connect(role: str, expected: int, poll: Callable[[], None]) -> World:

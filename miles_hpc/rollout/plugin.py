@@ -17,7 +17,7 @@ EXACT_MODELS = "miles_hpc.rollout.models"
 
 
 def register() -> None:
-    """Install the keyed sampler, the attention of exact numerics, and what SGLang 0.5.16 asks of CUDA where there is none.
+    """Install sampler, loading of weights, attention of exact numerics, and what SGLang 0.5.16 asks of CUDA where there is none.
 
     SGLang logs a failing plugin and goes on without it; samples would then silently depend on the batch. So a failure here
     ends the process.
@@ -36,9 +36,8 @@ def _register() -> None:
     import torch
     from sglang.srt.layers.sampler import register_sampler_backend
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-    from sglang.srt.utils import weight_checker
 
-    from miles_hpc.digest import digest
+    from miles_hpc.rollout import loading
     from miles_hpc.rollout.sampler import ExactSampler, KeyedSampler, carry_seeds
 
     exact = os.environ.get(NUMERICS) == "exact"
@@ -51,8 +50,7 @@ def _register() -> None:
 
         trace.install(Path(folder))
     SamplingBatchInfo.adjusted_from_schedule_batch = carry_seeds
-    # SGLang hashes differently on CPU and CUDA; with ours the trainer can compute the same value on either.
-    weight_checker._hash_tensor = digest
+    loading.install()
     if not torch.cuda.is_available():
         _without_cuda(torch)
 

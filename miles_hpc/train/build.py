@@ -10,6 +10,7 @@ from miles_hpc.config import Config
 from miles_hpc.group import open_store
 from miles_hpc.handover import Giver, Lender
 from miles_hpc.heartbeat import Heartbeat
+from miles_hpc.layout import Layout
 from miles_hpc.metrics import Clock
 from miles_hpc.paths import RunPaths
 from miles_hpc.stop import Stop
@@ -43,13 +44,14 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
 def _sender(
     config: Config, paths: RunPaths, world: World, attempt: int, trainer: Trainer, heartbeat: Heartbeat
 ) -> Sender | Giver:
-    seconds, exact, folder = config.patience_seconds, config.run.numerics == "exact", paths.model_of(config)
+    seconds, folder = config.patience_seconds, paths.model_of(config)
+    layout = Layout.of(config.run.numerics, config.rollout.tensor_parallel, trainer.model_config)
     if config.colocated:
-        return Lender(world, trainer, folder, heartbeat, seconds, exact, config.rollout.tensor_parallel)
+        return Lender(world, trainer, folder, heartbeat, seconds, layout)
     if config.rollout.weight_transport:
         carrier, name = Carrier.of(config, paths), paths.attempt(attempt).name
-        return Shipper(world, trainer, folder, heartbeat, seconds, exact, carrier, name)
-    return Sender(world, trainer, folder, heartbeat, seconds, config.rollout.timeout_seconds, exact)
+        return Shipper(world, trainer, folder, heartbeat, seconds, layout, carrier, name)
+    return Sender(world, trainer, folder, heartbeat, seconds, config.rollout.timeout_seconds, layout)
 
 
 def _store(world: World, seconds: float):

@@ -60,7 +60,7 @@ def _shard_qkv(tensors: Sequence[Tensor], dims: Dims, rank: int, size: int) -> T
 
 
 def _whole_qkv(parts: Sequence[Tensor], dims: Dims) -> list[Tensor]:
-    whole = torch.cat(list(parts))
+    whole = _join(parts)
     grouped = whole.reshape(dims.groups, -1, whole.shape[-1])
     sizes = [dims.heads // dims.groups * dims.head_dim, dims.head_dim, dims.head_dim]
     return [t.reshape(-1, whole.shape[-1]) for t in grouped.split(sizes, 1)]
@@ -72,13 +72,18 @@ def _shard_gate_up(tensors: Sequence[Tensor], dims: Dims, rank: int, size: int) 
 
 def _whole_gate_up(parts: Sequence[Tensor], dims: Dims) -> list[Tensor]:
     halves = [part.chunk(2) for part in parts]
-    return [torch.cat([h[i] for h in halves]) for i in (0, 1)]
+    return [_join([h[i] for h in halves]) for i in (0, 1)]
+
+
+def _join(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """A part that is alone is not copied: most weights of a sync then never are."""
+    return torch.cat(list(parts), dim) if len(parts) > 1 else parts[0]
 
 
 COPY = Layout(lambda t, d, r, n: t[0], lambda p, d: [p[0]], split=False)
-ROWS = Layout(lambda t, d, r, n: _chunk(t[0], 0, r, n), lambda p, d: [torch.cat(list(p))], split=True)
-COLUMNS = Layout(lambda t, d, r, n: _chunk(t[0], 1, r, n), lambda p, d: [torch.cat(list(p), 1)], split=True)
-VOCAB = Layout(lambda t, d, r, n: _chunk(_pad_rows(t[0], n), 0, r, n), lambda p, d: [torch.cat(list(p))[: d.vocab]], split=True)
+ROWS = Layout(lambda t, d, r, n: _chunk(t[0], 0, r, n), lambda p, d: [_join(p)], split=True)
+COLUMNS = Layout(lambda t, d, r, n: _chunk(t[0], 1, r, n), lambda p, d: [_join(p, 1)], split=True)
+VOCAB = Layout(lambda t, d, r, n: _chunk(_pad_rows(t[0], n), 0, r, n), lambda p, d: [_join(p)[: d.vocab]], split=True)
 QKV = Layout(_shard_qkv, _whole_qkv, split=True)
 GATE_UP = Layout(_shard_gate_up, _whole_gate_up, split=True)
 

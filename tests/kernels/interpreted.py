@@ -13,7 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from miles_hpc.kernels import activation, dispatch, fused, heads, logprob, merge, moe, norm, race, rope, segments
+from miles_hpc import digest
+from miles_hpc.kernels import activation, dispatch, fused, heads, logprob, merge, moe, norm, race, rope, segments, sums
 from miles_hpc.rollout import noise
 
 TOKENS = 5
@@ -63,6 +64,12 @@ def log_probs() -> Pairs:
     p = (logits / heat).softmax(-1)
     vectors = (own, heat, log_sum, -(p * p.log()).sum(-1), random(TOKENS), random(TOKENS, seed=1), torch.float32)
     return [*pairs, (fused.softmax_backward(logits, *vectors), logprob._backward(logits, *vectors))]
+
+
+def digests() -> Pairs:
+    g = torch.Generator().manual_seed(0)
+    words = [torch.randint(-(2**31), 2**31, (n,), generator=g).int() for n in (1, 0, 5, sums.BLOCK, sums.BLOCK + 1, 20000)]
+    return [(sums.sums(words) - digest.sums(words), torch.zeros(len(words), 2))]  # integers of 2^60: nothing is rounded
 
 
 def experts() -> Pairs:
@@ -123,7 +130,7 @@ def entries() -> Pairs:
     return pairs
 
 
-GROUPS = (rows, gradients, attention_heads, log_probs, experts, sampling, attention_in_segments, entries)
+GROUPS = (rows, gradients, attention_heads, log_probs, digests, experts, sampling, attention_in_segments, entries)
 KERNELS: dict[str, Callable[[], Pairs]] = {f.__name__: f for f in GROUPS}
 
 

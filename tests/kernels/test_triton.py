@@ -18,7 +18,17 @@ def differences() -> dict[str, float]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-GROUPS = ["rows", "gradients", "attention_heads", "log_probs", "experts", "sampling", "attention_in_segments", "entries"]
+GROUPS = [
+    "rows",
+    "gradients",
+    "attention_heads",
+    "log_probs",
+    "digests",
+    "experts",
+    "sampling",
+    "attention_in_segments",
+    "entries",
+]
 
 
 @pytest.mark.parametrize("name", GROUPS)

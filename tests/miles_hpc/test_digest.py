@@ -6,18 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_hpc.digest import CHUNK_WORDS, GOLDEN, MODULUS, digest
+from miles_hpc.digest import CHUNK_WORDS, GOLDEN, MODULUS, Sums, digest, digests, sums
 
 
 def plain(tensor: torch.Tensor) -> str:
     """The same formula in Python's integers."""
     data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     words = np.frombuffer(data + b"\0" * (-len(data) % 4), np.int32).tolist()
-    total = tensor.numel()
-    for first in range(0, len(words), CHUNK_WORDS):
-        chunk = words[first : first + CHUNK_WORDS]
-        total = (total * GOLDEN + sum(w * (((i + 1) * GOLDEN) | 1) for i, w in enumerate(chunk))) % MODULUS
-    return f"{total:016x}"
+    total = len(data) * GOLDEN + sum(w * (1 + 2 * GOLDEN * i) for i, w in enumerate(words))
+    return f"{total % MODULUS:016x}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool])
@@ -56,3 +53,19 @@ def test_a_changed_word_and_a_swap_change_it(words, data):
 def test_trailing_zeros_and_empty():
     assert digest(torch.zeros(2)) != digest(torch.zeros(3))
     assert digest(torch.zeros(0)) == f"{0:016x}"
+
+
+@given(st.lists(st.integers(0, 9), max_size=5), st.integers(0, 2**32))
+def test_that_of_joined_tensors_follows_from_their_sums(sizes, seed):
+    g = torch.Generator().manual_seed(seed)
+    parts = [torch.randint(-(2**31), 2**31, (size,), generator=g).int() for size in sizes]
+    of_each = [Sums(part.nbytes, *pair) for part, pair in zip(parts, sums(parts).tolist(), strict=True)]
+    assert sum(of_each, Sums(0, 0, 0)).digest == digest(torch.cat([*parts, torch.zeros(0).int()]))
+    assert digests(parts) == [digest(part) for part in parts]
+
+
+def test_bytes_that_are_no_whole_words_are_the_last_ones():
+    half = Sums(2, 1, 0)
+    assert (Sums(4, 1, 0) + half).size == 6
+    with pytest.raises(ValueError, match="2 bytes are no whole words"):
+        half + half

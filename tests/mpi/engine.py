@@ -65,7 +65,7 @@ class Engine:
         fused = Fused()
         for name, tensor in self.held.items():
             fused.add(name, tensor)
-        return [fused.digests()]
+        return fused.digests()
 
     def generate(self, connection: Connection, requests: list) -> None:
         for key, _ in requests:
