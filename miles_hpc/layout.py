@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Layout:
         return (expert * (2 if engine_name.endswith(".w13_weight") else 1) + part) * size
 
 
+@cache
 def engine_tensor(name: str) -> tuple[str, tuple[int, int]]:
     """The engine's tensor that a checkpoint tensor becomes part of, and its place there (expert, part).
 

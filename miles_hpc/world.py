@@ -107,8 +107,8 @@ class World:
         import numpy as np
         from mpi4py import MPI
 
-        mine, largest = np.array([number], np.int64), np.zeros(1, np.int64)
-        request = self.role_comm.Iallreduce(mine, largest, MPI.MAX)
+        largest = np.array([number], np.int64)  # mpi4py keeps no buffer of an Iallreduce alive, `answer` keeps this one
+        request = self.role_comm.Iallreduce(MPI.IN_PLACE, largest, MPI.MAX)
 
         def answer() -> int:
             self.wait(request, ROLE_SECONDS, f"{self.role} ranks to agree")

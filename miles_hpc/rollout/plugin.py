@@ -17,7 +17,7 @@ EXACT_MODELS = "miles_hpc.rollout.models"
 
 
 def register() -> None:
-    """Install sampler, loading of weights, attention of exact numerics, and what SGLang 0.5.16 asks of CUDA where there is none.
+    """Install sampler, loading of weights and attention of exact numerics, and what SGLang asks of CUDA where there is none.
 
     SGLang logs a failing plugin and goes on without it; samples would then silently depend on the batch. So a failure here
     ends the process.

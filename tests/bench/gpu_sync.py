@@ -41,15 +41,18 @@ def reward(prompt, answer, label, metadata):
 
 def measure(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """The table so far after each model, one row for it: medians over the syncs after the first two."""
-    rows = []
+    rows, preparing = [], {name: _prepare(name, folder / name) for name in gpu_models.MODELS}
+    for name, prepare in preparing.items():
+        if prepare.wait(LIMIT):
+            raise RuntimeError(f"{name}: miles_hpc.prepare ended with {prepare.returncode}")
+    _say("prepared")
     for name in gpu_models.MODELS:
         rows.append(_row(name, folder / name))
         yield "sync", rows
 
 
 def _row(name: str, folder: Path) -> dict[str, Any]:
-    folder.mkdir()
-    syncs = _syncs(name, folder)
+    syncs = _syncs(folder)
     size, later = syncs[0]["bytes"], [sync["seconds"] for sync in syncs[2:]]
     seconds, plain = statistics.median(later), _broadcast(size, folder)
     _say(f"{name}: broadcast of {size} bytes {plain:.4f} s, sync {seconds:.4f} s")
@@ -68,10 +71,11 @@ def _row(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def _syncs(name: str, folder: Path) -> list[dict[str, Any]]:
-    """The `sync` events of a short run."""
+def _prepare(name: str, folder: Path) -> subprocess.Popen[bytes]:
+    """Model, prompts, reward and run of one model; its preparation is under way."""
     from miles_hpc import config
 
+    folder.mkdir()
     gpu_models.write(gpu_models.MODELS[name], folder / "model")
     _tokenizer(folder / "model")
     prompts = [json.dumps({"prompt": f"{i} + {i + 1}", "label": str(2 * i + 1)}) for i in range(200)]
@@ -82,8 +86,12 @@ def _syncs(name: str, folder: Path) -> list[dict[str, Any]]:
     (run / "attempts" / "001").mkdir(parents=True)
     (run / "config.toml").write_text(config.dump(config.load(folder / "job.toml")))
     _say(f"{name}: written")
-    subprocess.run([sys.executable, "-m", "miles_hpc.prepare", "--run", run, "--attempt", "1"], check=True, timeout=LIMIT)
-    _say(f"{name}: prepared")
+    return subprocess.Popen([sys.executable, "-m", "miles_hpc.prepare", "--run", run, "--attempt", "1"])
+
+
+def _syncs(folder: Path) -> list[dict[str, Any]]:
+    """The `sync` events of a short run."""
+    run = folder / "run"
     launch = shlex.split(os.environ.get("MPIEXEC", "mpiexec"))
     with (folder / "log").open("w+") as log:
         command = [*launch, *_rank("train", run, 0), ":", *_rank("rollout", run, 1)]
@@ -139,7 +147,7 @@ def _tokenizer(folder: Path) -> None:
 
 def _broadcast(size: int, folder: Path) -> float:
     """Median seconds of a broadcast of `size` bytes in buckets, until the receiver has them."""
-    from miles_hpc.sync import BUCKET_MIB
+    from miles_hpc.buckets import BUCKET_MIB
 
     code = f"""
 import sys, time, torch, torch.distributed as dist

@@ -2,13 +2,17 @@
 
 import math
 import signal
+import sys
 import time
+import weakref
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from miles_hpc import signals, stop
+from miles_hpc import signals, stop, world
 from miles_hpc.errors import Stopped
 from miles_hpc.stop import HEARD, LEAVE, Leaving, Stop
 
@@ -118,3 +122,21 @@ def test_a_box_is_complete_when_it_is_time_to_leave():
     assert not leaving.take() and not leaving.complete and not leaving.left
     due.append(True)
     assert leaving.take() and leaving.complete and leaving.left
+
+
+class Reducer:
+    """A communicator that, as MPI may, reads and writes the buffers only when it is asked for the result."""
+
+    def Iallreduce(self, *arguments):
+        self.buffers = [weakref.ref(a) for a in arguments if isinstance(a, np.ndarray)]
+        return self
+
+    def Test(self) -> bool:
+        assert all(buffer() is not None for buffer in self.buffers), "a buffer was let go before it was used"
+        return True
+
+
+def test_a_vote_keeps_its_buffers_until_the_answer(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=SimpleNamespace(MAX=0, IN_PLACE=0)))
+    role = Reducer()
+    assert world.World(None, role, "train", 0, (0,), (1,), ("a", "a"), lambda: None).vote(5)() in (0, 5)
