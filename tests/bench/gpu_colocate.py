@@ -42,6 +42,7 @@ def measure(run: Path) -> dict[str, Any]:
             for name in steps[0]["phase_seconds"]
         },
         "step s": statistics.median(e["seconds"] for e in steps[WARM_UP:]),
+        "outside rollout, train, sync %": statistics.median(_outside(e) for e in steps[WARM_UP:]),
         **{name.removeprefix("memory/"): _median(steps, name) for name in steps[0]["metrics"] if name.startswith("memory/")},
         "sampled tokens/s": _median(steps, "speed/rollout_tokens_per_s"),
         "trained tokens/s": _median(steps, "speed/train_tokens_per_s"),
@@ -49,6 +50,11 @@ def measure(run: Path) -> dict[str, Any]:
         "rewards": [round(e["metrics"]["reward/mean"], 3) for e in steps],
         "held out": [round(e["accuracy"], 3) for e in events if e["event"] == "eval"],
     }
+
+
+def _outside(step: dict[str, Any]) -> float:
+    """Share of a step that is neither rollout nor train nor sync."""
+    return 100 * (1 - sum(step["phase_seconds"][name] for name in ("rollout", "train", "sync")) / step["seconds"])
 
 
 def _median(steps: list[dict[str, Any]], name: str) -> float:
