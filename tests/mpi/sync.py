@@ -145,7 +145,7 @@ def main() -> None:
             elif workers:
                 receiver = Borrower(world, engine, workers, heartbeat, 60)
             else:
-                receiver = Receiver(world, engine, SimpleNamespace(), 1, "gloo", heartbeat, 60)
+                receiver = Receiver(world, engine, SimpleNamespace(deaths=[]), 1, "gloo", heartbeat, 60)
             for version in range(3):
                 receiver.receive(version)
                 with Path(folder, f"took-{world.rank}").open("a") as file:
