@@ -17,7 +17,7 @@ import storage
 from faults import ENGINE_A, ENGINE_B, FAULTS, TRAINER, death
 from harness import differences, finish, interrupted, planned, private_cluster, start, strike
 
-pytestmark = [pytest.mark.slurm, pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slurm, pytest.mark.engine, pytest.mark.timeout(1800)]
 CHOSEN = {
     "SIGKILL of a rollout rank",
     "scheduler killed",
