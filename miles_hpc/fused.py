@@ -23,6 +23,7 @@ class Fused:
         """Bytes that wait."""
 
     def add(self, name: str, tensor: "torch.Tensor") -> None:
+        """Take a checkpoint tensor by its name."""
         engine_name, place = self.layout.place(name)
         for worker in range(self.layout.workers):
             part = self.layout.part(name, tensor, worker)

@@ -51,6 +51,7 @@ class FlashAttention(FlashAttentionBackend):
         return IN_SEGMENTS if self.always or int(batch.seq_lens_cpu.max()) > segments.SEGMENT else WHOLE
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Called by SGLang before the first graph: room for the segments of its largest batch."""
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         if IN_SEGMENTS in self.labels():
             self.room = self._room(max_bs)

@@ -37,6 +37,8 @@ class ExactAttention(CoreAttention):
 
 
 class Router(TopKRouter):
+    """The engine's choice of experts, bit for bit."""
+
     def forward(self, hidden: Tensor, *unused: Any) -> tuple[Tensor, Tensor, Tensor]:
         """[t, hidden] -> probabilities [t, k], map [t, experts] bool (what was chosen), expert ids [t, k]."""
         logits = linear_float(hidden, self.weight)
