@@ -18,11 +18,11 @@ from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.paths import RunPaths
 from miles_hpc.world import World, connect
 
-PATIENCE_SECONDS = 2.0
+PATIENCE_SECONDS = {"killed": 60.0, "late": 10.0}
 
 
 def train(world: World, folder: Path, mode: str) -> None:
-    limit = timedelta(seconds=PATIENCE_SECONDS)
+    limit = timedelta(seconds=PATIENCE_SECONDS[mode])
     store = dist.FileStore(f"{folder}/group")
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=2, timeout=limit)
     dist.all_reduce(torch.ones(1))
