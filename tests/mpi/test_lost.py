@@ -20,7 +20,7 @@ def closed(mpi, folder, mode):
     return verdict.newest(paths), json.loads(paths.verdict(1).read_text())
 
 
-@pytest.mark.long  # on a busy machine mpiexec may end the other rank by SIGKILL first and name that one; srun names the right one
+@pytest.mark.long  # on a busy machine mpiexec may name the other rank, which it has killed itself; srun names the right one
 def test_the_rank_that_was_killed_is_named_not_the_one_whose_collective_failed(mpi, tmp_path):
     found, _ = closed(mpi, tmp_path, "killed")
     assert (found.kind, found.rank, found.role, found.signal) == ("rank_died", 1, "train", signal.SIGKILL)
