@@ -25,7 +25,7 @@ class Group:
         members: world ranks of the engines, in the order of their ranks in the group.
         workers: ranks of the group per engine.
         address: of this host, for the others.
-        seconds: time-out of rendezvous and collectives, should nobody give them up before.
+        seconds: time-out of rendezvous and collectives, should nobody give them up before; NCCL then ends the process.
     """
 
     def __init__(self, generation: int, members: tuple[int, ...], workers: int, address: str, seconds: float) -> None:
@@ -33,14 +33,24 @@ class Group:
         self.size, self.seconds = 1 + workers * len(members), seconds
         self.store = open_store(address)
         self._group: Any = None
+        self._stream: Any = None
 
     def join(self) -> Future[None]:
         """Meet the other ranks."""
         return aside(self._join)
 
     def broadcast(self, flat: "torch.Tensor") -> Future[None]:
-        """Send [bytes] to all other ranks."""
-        return aside(lambda: self._broadcast(flat))
+        """Send [bytes] to all other ranks.
+
+        Its end is waited for on a stream of its own: on the caller's, everything after a broadcast that never ends would hang.
+        """
+        import torch
+
+        if not flat.is_cuda:
+            return aside(lambda: self._broadcast(flat))
+        self._stream = self._stream or torch.cuda.Stream(flat.device)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        return aside(lambda: self._broadcast_on(self._stream, flat))
 
     def leave(self) -> None:
         """Take the group down, in whatever state it is; returns at once."""
@@ -60,6 +70,12 @@ class Group:
         )
         _world.pg_group_ranks[group] = {rank: rank for rank in range(self.size)}
         self._group = group
+
+    def _broadcast_on(self, stream: Any, flat: "torch.Tensor") -> None:
+        import torch
+
+        with torch.cuda.stream(stream):
+            self._broadcast(flat)
 
     def _broadcast(self, flat: "torch.Tensor") -> None:
         import torch.distributed as dist

@@ -4,7 +4,8 @@ Random Qwen3-MoE weights, the same on both sides, and random prompts; the traine
 `pairs` is the share of (token, layer) pairs that went to other experts than in the engine. `diff` is the mean absolute
 log-prob difference of all answer tokens, `context diff` of those with such a pair at any token before them, `there diff` of
 those with one at the very token that predicts them; `gain` is without / with. Steps with and without replay take turns; `cost`
-is the median over pairs of steps, in seconds of the processor on a CPU. Median and range are over models and sets of prompts.
+is the median over pairs of steps, in seconds of the processor on a CPU. `inside` is the replay's own code and what it starts
+on a GPU, each call waited for: it is what a step pays at most. Median and range are over models and sets of prompts.
 """
 
 import dataclasses
@@ -13,9 +14,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -37,7 +39,7 @@ ON_GPU = torch.cuda.is_available()
 PROMPTS, GROUP, NEW = (32, 8, 128) if ON_GPU else (16, 4, 64)
 MODELS, SEEDS = (1, 3) if ON_GPU else (3, 2)
 """Random models, and for each as many sets of prompts."""
-PAIRS = 5 if ON_GPU else 7
+PAIRS = 7
 
 
 def run() -> list[dict[str, Any]]:
@@ -136,6 +138,7 @@ def score(made: Any, samples: Samples, pairs: int) -> dict[str, Any]:
         "bytes/token": samples.routing.nbytes / len(samples.tokens),
         "step s": statistics.median(seconds["without"]),
         "cost %": statistics.median(ratios) * 100,
+        "inside %": inside(made, samples, advantages) / statistics.median(seconds["without"]) * 100,
     }
 
 
@@ -157,6 +160,51 @@ def in_turns(made: Any, samples: Samples, advantages: np.ndarray, pairs: int) ->
                 results[mode] = made.step(data[mode], advantages, 0)
                 seconds[mode].append(clock() - started)
     return {mode: results[mode] for mode in data}, seconds
+
+
+def inside(made: Any, samples: Samples, advantages: np.ndarray) -> float:
+    """Seconds of a step in the code of the replay, without the router's own choice of experts."""
+    from miles_hpc.train import packing, replay
+
+    watch = Watch()
+    asked = watch.timed(replay.Replay.get_replay_topk)
+
+    def choose(router: Any, *arguments: Any) -> Any:
+        *scores, compute = arguments
+        return asked(router, *scores, watch.timed(compute, -1))
+
+    timed = [(replay.Replays, "begin"), (replay.Replays, "load"), (replay.Replays, "mismatch"), (packing, "_routing")]
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(replay.Replay, "get_replay_topk", choose))
+        for owner, name in timed:
+            patches.enter_context(mock.patch.object(owner, name, watch.timed(getattr(owner, name))))
+        made.step(samples, advantages, 0)
+    return watch.seconds
+
+
+class Watch:
+    """Adds up the seconds of calls and of what they start on a GPU."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, function: Any, sign: int = 1) -> Any:
+        """The function, whose time is added, or taken off."""
+
+        def call(*args: Any, **more: Any) -> Any:
+            started = self._now()
+            try:
+                return function(*args, **more)
+            finally:
+                self.seconds += sign * (self._now() - started)
+
+        return call
+
+    @staticmethod
+    def _now() -> float:
+        if ON_GPU:
+            torch.cuda.synchronize()
+        return time.perf_counter() if ON_GPU else time.process_time()
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Sampled tokens per second of engines that share a GPU and take turns: native, exact, and SGLang's own deterministic modes."""
 
 import json
+import math
 import os
 import random
 import statistics
@@ -19,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 BATCHES = (1, 16, 64, 256)
 NEW, LONG = 256, ((1, 16384), (4, 16384), (16, 4000))
 """New tokens; sequences and their tokens before these."""
-ROUNDS, SLOW_ROUNDS = 9, 3
+ROUNDS, SLOW_ROUNDS = 15, 5
 MODES: dict[str, tuple[str, dict[str, Any]]] = {
     "native": ("native", {}),
     "exact": ("exact", {}),
@@ -90,11 +91,10 @@ def measure(hosts: dict[str, Host], rounds: int) -> tuple[list[dict[str, Any]], 
     for turn in range(-1, rounds):  # the first is not counted
         for batch in BATCHES:
             requests = _requests(batch, 100_000 * (turn + 1) + 1000 * batch)
-            for mode, host in hosts.items():
-                if mode in ("native", "exact") or turn < SLOW_ROUNDS:
-                    rate, found = _generate(host, requests)
-                    pairs[mode] += found
-                    rates[mode, batch] += [rate] if turn >= 0 else []
+            for mode in _order(hosts, turn):
+                rate, found = _generate(hosts[mode], requests)
+                pairs[mode] += found
+                rates[mode, batch] += [rate] if turn >= 0 else []
     return [_row(mode, str(batch), rates[mode, batch], rates["native", batch]) for mode, batch in rates], pairs
 
 
@@ -106,13 +106,18 @@ def measure_long(hosts: dict[str, Host], rounds: int) -> tuple[list[dict[str, An
         prompts = [random.Random(i).choices(range(3, 31000), k=tokens) for i in range(batch)]
         for turn in range(-1, rounds):
             requests = [Request(p, 7_000_000 + 1000 * turn + batch, i, NEW) for i, p in enumerate(prompts)]
-            for mode, host in hosts.items():
-                if mode in ("native", "exact") or turn < SLOW_ROUNDS:
-                    rate, found = _generate(host, requests)
-                    rates[mode] += [rate] if turn >= 0 else []
-                    pairs[mode] += found if turn <= 0 else []
+            for mode in _order(hosts, turn):
+                rate, found = _generate(hosts[mode], requests)
+                rates[mode] += [rate] if turn >= 0 else []
+                pairs[mode] += found if turn <= 0 else []
         rows += [_row(mode, f"{batch} x {tokens}", rates[mode], rates["native"]) for mode in hosts]
     return rows, pairs
+
+
+def _order(hosts: dict[str, Host], turn: int) -> list[str]:
+    """Modes of a turn: the other way round in every other one, and SGLang's own in the first ones only."""
+    modes = [mode for mode in hosts if mode in ("native", "exact") or turn < SLOW_ROUNDS]
+    return modes[:: 1 if turn % 2 else -1]
 
 
 def _requests(count: int, first: int) -> list[Request]:
@@ -129,9 +134,9 @@ def _generate(host: Host, requests: list[Request]) -> tuple[float, list[Pair]]:
 
 
 def _row(mode: str, batch: str, rates: list[float], native: list[float]) -> dict[str, Any]:
-    """Medians; the cost is of pairs of one turn, between order statistics that hold its median with 95 % (of 9: 2nd, 8th)."""
+    """Medians; the cost is of pairs of one turn, between order statistics that hold its median with 95 % (of 15: 4th, 12th)."""
     costs = sorted(100 * (1 - rate / base) for rate, base in zip(rates, native, strict=False))
-    edge = 1 if len(costs) >= 9 else 0
+    edge = _edge(len(costs))
     return {
         "mode": mode,
         "batch": batch,
@@ -141,3 +146,12 @@ def _row(mode: str, batch: str, rates: list[float], native: list[float]) -> dict
         "to %": costs[-1 - edge],
         "pairs": len(costs),
     }
+
+
+def _edge(pairs: int) -> int:
+    """How many of the sorted pairs lie outside on either side; with few pairs none, and then it is less than 95 %.
+
+    The number of pairs below the true median is binomial (https://en.wikipedia.org/wiki/Order_statistic, sign test).
+    """
+    below = [sum(math.comb(pairs, i) for i in range(n + 1)) / 2**pairs for n in range(pairs // 2)]
+    return max(0, sum(share <= 0.025 for share in below) - 1)

@@ -17,4 +17,4 @@ def test_replay_halves_the_distance_of_a_bfloat16_engine():
     assert 0 < found["there tokens"] < found["context tokens"] < 1
     assert found["there gain"] > 2 and found["context gain"] > 1.5 and found["gain"] > 1.3
     assert found["KL k3 with"] < found["KL k3 without"] / 2
-    assert found["bytes/token"] == 3 * 4
+    assert found["bytes/token"] == 3 * 4 and found["inside %"] > 0
