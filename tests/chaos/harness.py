@@ -29,8 +29,8 @@ FIRST, EVERY = 2, 2
 """Steps of the first fault, and from one fault to the next."""
 GONE_SECONDS = 2.0
 """Until all processes of an attempt have ended for the death of one rank."""
-STEPS_PER_SECOND = 1.0
-"""On an idle machine: as many are spent on a fault that lasts, such as a controller that is gone for 20 s."""
+STEPS_PER_SECOND = 0.5
+"""As many more are planned for a fault that lasts, such as a controller that is gone for 20 s."""
 SMALL = [
     "warm_start.steps=20",
     "rollout.prompts_per_step=16",
