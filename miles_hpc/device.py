@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "as_tensor", "empty_strided")
@@ -216,6 +217,7 @@ def _tensors() -> None:
     _set("pin_memory", lambda self, *a, **k: self, torch.Tensor)
     _fill("record_stream", None, torch.Tensor)
     _set("cuda", lambda self, *a, **k: self, torch.nn.Module)
+    _device_constructors()  # `with torch.device(...)` looks them up once, and must find the originals
     for name in (*FACTORIES, *FACTORIES_LIKE):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.to = _on_cpu(torch.Tensor.to)  # type: ignore[method-assign]

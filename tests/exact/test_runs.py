@@ -68,7 +68,7 @@ def interrupt(paths: RunPaths) -> None:
     scheduler = generating(paths, 3, 0)
     scheduler.suspend()
     os.kill(json.loads(paths.heartbeat(0).read_text())["pid"], signal.SIGTERM)
-    time.sleep(2)
+    time.sleep(5)
     scheduler.resume()
     wait(paths)
     assert json.loads(paths.verdict(1).read_text())["kind"] == "preempted", logs(paths)

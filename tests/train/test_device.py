@@ -1,5 +1,8 @@
 """The stand-in for `torch.cuda` on a machine without it."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -47,3 +50,20 @@ def test_streams_and_events_do_nothing():
         start.record()
         end.record()
     assert start.elapsed_time(end) >= 0
+
+
+def test_devices_as_contexts_go_on_to_work():
+    """Where nobody had used one before: transformers loads models in one, and would leave buffers with what was in memory."""
+    code = """
+import torch
+from miles_hpc import device
+device.install()
+with torch.device("meta"):
+    made = {name: getattr(torch, name)(*of).is_meta for name, of in %r.items()}
+assert all(made.values()), made
+"""
+    size = ([2],)
+    arguments = dict.fromkeys(("zeros", "ones", "empty", "rand", "randn", "tensor", "as_tensor"), size)
+    arguments |= {"full": ([2], 1.0), "arange": (2,), "empty_strided": ([2], [1])}
+    assert set(arguments) == set(device.FACTORIES)
+    subprocess.run([sys.executable, "-c", code % arguments], check=True)
