@@ -6,18 +6,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 8192
+TILE = 2048
+BLOCK = 32 * TILE
+"""Words of one program: with fewer, the table of all programs takes the host longer than the sums the GPU."""
 
 
 @triton.jit
-def _sums(table, out, BLOCK: tl.constexpr):
+def _sums(table, out, TILE: tl.constexpr, BLOCK: tl.constexpr):
     block = tl.program_id(0).to(tl.int64)
     words = tl.load(table + 3 * block).to(tl.pointer_type(tl.int32))
     start, count = tl.load(table + 3 * block + 1), tl.load(table + 3 * block + 2)
-    at = tl.arange(0, BLOCK)
-    word = tl.load(words + at, mask=at < count, other=0).to(tl.int64)
-    tl.store(out + 2 * block, tl.sum(word, 0))
-    tl.store(out + 2 * block + 1, tl.sum(word * (start + at), 0))
+    plain, placed = tl.zeros((TILE,), tl.int64), tl.zeros((TILE,), tl.int64)
+    for first in range(0, tl.minimum(count, BLOCK), TILE):
+        at = first + tl.arange(0, TILE)
+        word = tl.load(words + at, mask=at < count, other=0).to(tl.int64)
+        plain += word
+        placed += word * (start + at)
+    tl.store(out + 2 * block, tl.sum(plain, 0))
+    tl.store(out + 2 * block + 1, tl.sum(placed, 0))
 
 
 def sums(words: list[Tensor]) -> Tensor:
@@ -33,5 +39,5 @@ def sums(words: list[Tensor]) -> Tensor:
     table = torch.from_numpy(np.stack([address, start, lengths[owner] - start], 1)).to(words[0].device)
     parts = table.new_empty(len(owner), 2)
     if len(owner):
-        _sums[(len(owner),)](table, parts, BLOCK=BLOCK, num_warps=8)
+        _sums[(len(owner),)](table, parts, TILE=TILE, BLOCK=BLOCK, num_warps=8)
     return table.new_zeros(len(words), 2).index_add_(0, torch.from_numpy(owner).to(table.device), parts)

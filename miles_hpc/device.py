@@ -39,6 +39,11 @@ def collect_shared() -> None:
         torch.cuda.empty_cache()
 
 
+def room(size: int) -> bool:
+    """Whether so many bytes of this process's GPU are free; always on a CPU."""
+    return not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] > size
+
+
 def memory(when: str) -> dict[str, float]:
     """GiB of this process's GPU that it holds, and that others hold (contexts included), as figures; nothing on a CPU."""
     if not torch.cuda.is_available():

@@ -6,7 +6,6 @@ sums of each of them, so they need not be joined, and a GPU is asked once about 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -17,28 +16,12 @@ MODULUS = 1 << 64
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd (Knuth, TAOCP vol. 3, 6.4)
 
 
-@dataclass(frozen=True)
-class Sums:
-    """Of the 32-bit words of some bytes."""
+def combined(size: int, plain: int, placed: int) -> str:
+    """16 hexadecimal digits, from bytes, sum of words and sum of words times positions, the sums modulo 2^64.
 
-    size: int
-    """Bytes."""
-    plain: int
-    """Sum of the words."""
-    placed: int
-    """Sum of each word times its position."""
-
-    def __add__(self, behind: "Sums") -> "Sums":
-        """Of the bytes of both, joined. Raises: ValueError: the first ones are no whole words."""
-        if self.size % 4 and behind.size:
-            raise ValueError(f"{self.size} bytes are no whole words")
-        placed = self.placed + behind.placed + self.size // 4 * behind.plain
-        return Sums(self.size + behind.size, self.plain + behind.plain, placed)
-
-    @property
-    def digest(self) -> str:
-        """16 hexadecimal digits. The word at position i counts 1 + 2 * GOLDEN * i times."""
-        return f"{(self.size * GOLDEN + self.plain + 2 * GOLDEN * self.placed) % MODULUS:016x}"
+    The word at position i counts 1 + 2 * GOLDEN * i times.
+    """
+    return f"{(size * GOLDEN + plain + 2 * GOLDEN * placed) % MODULUS:016x}"
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -48,7 +31,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 def digests(tensors: Sequence[torch.Tensor]) -> list[str]:
     """Of each tensor."""
-    return [Sums(t.nbytes, *pair).digest for t, pair in zip(tensors, sums(tensors).tolist(), strict=True)]
+    return [combined(t.nbytes, *pair) for t, pair in zip(tensors, sums(tensors).tolist(), strict=True)]
 
 
 def sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -81,6 +64,9 @@ def _signed(number: int) -> int:
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """[any] int32."""
+    if tensor.dtype == torch.int32 and tensor.dim() == 1 and tensor.is_contiguous():
+        return tensor
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if short := -len(data) % 4:
         data = torch.cat([data, data.new_zeros(short)])

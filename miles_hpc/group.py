@@ -6,6 +6,7 @@ So everything that may block runs in a daemon thread of its own; the rank waits 
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
 NAME = "miles_hpc_weights"
+POLL_SECONDS = 0.0001
 
 
 class Group:
@@ -80,7 +82,10 @@ class Group:
     def _broadcast(self, flat: "torch.Tensor") -> None:
         import torch.distributed as dist
 
-        dist.broadcast(flat, src=0, group=self._group, async_op=True).wait(timedelta(seconds=self.seconds))
+        work, end = dist.broadcast(flat, src=0, group=self._group, async_op=True), time.monotonic() + self.seconds
+        while not work.is_completed() and time.monotonic() < end:  # NCCL's own wait looks once in a millisecond
+            time.sleep(POLL_SECONDS)
+        work.wait(timedelta(seconds=POLL_SECONDS))
 
     def _leave(self) -> None:
         import torch.distributed as dist

@@ -8,21 +8,18 @@ was shared is kept until the engine says that it has it. Names, shapes and diges
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from miles_hpc import device
-from miles_hpc.buckets import buckets, checkpoint_shapes, flatten
+from miles_hpc.buckets import BUCKET_MIB, Bucket, Cargo, Weights
 from miles_hpc.errors import SyncError, WorldError
 from miles_hpc.fused import Fused, different
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.layout import Layout
-from miles_hpc.sync import Mailbox, Report, Weights
+from miles_hpc.sync import Mailbox, Report
 from miles_hpc.world import World
 
 if TYPE_CHECKING:
@@ -33,6 +30,8 @@ if TYPE_CHECKING:
 READY, SHARED, TAKEN, CONFIRMED = 15, 16, 17, 18
 BUCKETS = 2
 """Shared at a time."""
+SHARED_MIB = BUCKET_MIB | {"cuda": 2048}
+"""Each is a call of the engine, and its keys and values are not there yet."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,9 @@ class Giver(ABC):
     def __init__(
         self, world: World, trainer: Weights, model_folder: Path, heartbeat: Heartbeat, seconds: float, layout: Layout
     ) -> None:
-        self.world, self.trainer, self.heartbeat, self.seconds, self.layout = world, trainer, heartbeat, seconds, layout
-        self.expected = checkpoint_shapes(model_folder)
+        self.world, self.heartbeat, self.seconds, self.layout = world, heartbeat, seconds, layout
+        self.cargo = Cargo(trainer, model_folder, SHARED_MIB)
+        self.fused = Fused(self.cargo.buckets, layout)
         if world.leads:
             for engine in world.rollout:
                 world.receive(READY, seconds, f"the engine of rollout rank {engine} to start", source=engine)
@@ -65,20 +65,20 @@ class Giver(ABC):
         """Hand the trainer's weights over as `version`; collective over the training ranks.
 
         Raises:
-            SyncError: a name or shape the engines do not know, or an engine whose tensors differ from what was shared.
+            SyncError: an engine whose tensors differ from what was shared.
         """
         self.heartbeat.enter("sync")
-        started, report, fused, seen = time.monotonic(), Report(), Fused(self.layout), set[str]()
-        for bucket in buckets(self._checked(seen, fused) if self.world.leads else self.trainer.weights()):
-            report.size += self._give(bucket)
+        started, sums = time.monotonic(), []
+        for bucket, flat in self.cargo:
+            self._give(bucket, flat)
+            if self.world.leads:
+                sums.append(self.fused.sums(bucket, flat))
         self._say(None)
-        digests = fused.digests()  # while the engine copies the last buckets
+        digests = self.fused.digests(sums) if self.world.leads else []  # while the engine copies the last bucket
         self._take_back()
-        if self.world.leads:
-            self._check_complete(version, seen)
-            report.digests = self._confirmed(Complete(version, digests))
-        report.seconds = time.monotonic() - started
-        del fused
+        compared = self._confirmed(Complete(version, digests)) if self.world.leads else 0
+        report = Report(time.monotonic() - started, self.cargo.size, compared)
+        del flat
         device.collect_shared()
         return report
 
@@ -86,18 +86,6 @@ class Giver(ABC):
         """Wait on the first rank until `box` is complete."""
         while self.world.leads and not box.complete:
             self.world.until(box.take, self.seconds, what)
-
-    def _checked(self, seen: set[str], fused: Fused) -> "Iterator[tuple[str, torch.Tensor]]":
-        for name, tensor in self.trainer.weights():
-            if self.expected.get(name) != tuple(tensor.shape):
-                raise SyncError(f"{name} has shape {tuple(tensor.shape)}, the engines loaded {self.expected.get(name)}")
-            seen.add(name)
-            fused.add(name, tensor)
-            yield name, tensor
-
-    def _check_complete(self, version: int, seen: set[str]) -> None:
-        if missing := sorted(self.expected.keys() - seen):
-            raise SyncError(f"version {version} lacks {len(missing)} tensors of the checkpoint", where=", ".join(missing[:3]))
 
     def _confirmed(self, complete: Complete) -> int:
         """Number of engine tensors found equal."""
@@ -117,15 +105,15 @@ class Giver(ABC):
         return compared
 
     @abstractmethod
-    def _give(self, bucket: "list[tuple[str, torch.Tensor]]") -> int:
-        """Bytes given."""
+    def _give(self, bucket: Bucket, flat: "torch.Tensor") -> None:
+        """A bucket and its bytes."""
 
     @abstractmethod
     def _take_back(self) -> None:
         """Wait until everything that was given has been taken."""
 
     @abstractmethod
-    def _say(self, message: bytes | None) -> None:
+    def _say(self, message: bytes | bool | None) -> None:
         """Tell the engines of this rank of what is given; None: that was all."""
 
 
@@ -151,14 +139,30 @@ class Lender(Giver):
         super().__init__(world, trainer, model_folder, heartbeat, seconds, layout)
         self.engine = world.rollout[world.role_rank // layout.workers]
         self.shared: deque[torch.Tensor] = deque()
+        self.invited = False
+        """The engine has been told that its weights have room."""
 
-    def _give(self, bucket: "list[tuple[str, torch.Tensor]]") -> int:
-        """Bytes shared. The next bucket is there before the engine has copied this one."""
-        self._keep(BUCKETS - 1)
-        flat = flatten(tensor for _, tensor in bucket)
+    def prepare(self) -> None:
+        """Have the engine wake while this rank leaves its GPU, if there is room: memory just given back is slow to get."""
+        if device.room(2 * self.cargo.size // self.layout.workers):
+            self._invite()
+
+    def send(self, version: int) -> Report:
+        """See `Giver`."""
+        if not self.invited:
+            self._invite()
+        self.invited = False
+        return super().send(version)
+
+    def _invite(self) -> None:
+        self._say(True)
+        self.invited = True
+
+    def _give(self, bucket: Bucket, flat: "torch.Tensor") -> None:
+        """The next one is gathered before the engine has copied this one."""
         self.shared.append(flat)
         self._say(handle(bucket, flat))
-        return flat.nbytes
+        self._keep(BUCKETS - 1)
 
     def _take_back(self) -> None:
         self._keep(0)
@@ -170,7 +174,7 @@ class Lender(Giver):
             self.world.receive(TAKEN, self.seconds, what, source=self.engine)
             self.shared.popleft()
 
-    def _say(self, message: bytes | None) -> None:
+    def _say(self, message: bytes | bool | None) -> None:
         self.world.send(message, self.engine, SHARED, self.seconds, f"rollout rank {self.engine} to hear of weights")
 
 
@@ -192,8 +196,6 @@ class Taker(ABC):
         self.heartbeat.enter("sync")
         while self.version < version:
             self._take()
-            # Keys and values of prompts were computed with the old weights.
-            self.engine.call("flush_cache", timeout=self.seconds, timeout_s=self.seconds)
             ranks = self.engine.call("checksum", timeout=self.seconds)
             complete = self.world.receive(SHARED, self.seconds, "digests from the trainer", source=self.lead)
             self._compare(complete, ranks)
@@ -237,21 +239,19 @@ class Borrower(Taker):
         return self._timed("engine/sleep_seconds", "sleep")
 
     def _take(self) -> None:
-        """Memory for the weights when they come, for keys and values when buckets are no longer in the way."""
-        handles = self._handles()
+        """Memory for the weights when there is room, for keys and values when buckets are no longer in the way."""
+        self._lent()
         self._timed("engine/wake_weights_seconds", "wake", regions=["weights"])
-        while handles:
+        while all(handles := self._lent()):
             self.engine.call("update_weights_from_tensor", timeout=self.seconds, serialized_named_tensors=handles)
             for rank in self.lenders:
                 self.world.send(None, rank, TAKEN, self.seconds, "a training rank to hear that its weights were taken")
-            handles = self._handles()
         self._timed("engine/wake_cache_seconds", "wake", regions=["kv_cache", "cuda_graph"])
 
-    def _handles(self) -> list[bytes]:
-        """One for each of the engine's workers; empty at the end of a version."""
+    def _lent(self) -> list[Any]:
+        """What each training rank beside the engine's workers says: first that there is room, then handles, at last None."""
         what = "weights from the trainer"
-        handles = [self.world.receive(SHARED, self.seconds, what, source=rank) for rank in self.lenders]
-        return handles if handles[0] is not None else []
+        return [self.world.receive(SHARED, self.seconds, what, source=rank) for rank in self.lenders]
 
     def _timed(self, figure: str, call: str, **fields: list[str]) -> float:
         started = time.monotonic()
@@ -260,11 +260,6 @@ class Borrower(Taker):
         return self.figures[figure]
 
 
-def handle(bucket: "list[tuple[str, torch.Tensor]]", flat: "torch.Tensor") -> bytes:
+def handle(bucket: Bucket, flat: "torch.Tensor") -> bytes:
     """What SGLang's `update_weights_from_tensor` opens: where `flat` is and what is where in it; valid while `flat` lives."""
-    sizes = [tensor.nbytes for _, tensor in bucket]
-    metadata = [
-        SimpleNamespace(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, start_idx=end - size, end_idx=end, numel=size)
-        for (name, tensor), size, end in zip(bucket, sizes, accumulate(sizes), strict=True)
-    ]
-    return bytes(ForkingPickler.dumps({"flattened_tensor": flat, "metadata": metadata}))
+    return bytes(ForkingPickler.dumps({"flattened_tensor": flat, "metadata": bucket.text}))

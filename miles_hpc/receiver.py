@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from miles_hpc.buckets import Bucket
 from miles_hpc.errors import DeadlineExceeded, EngineDied, EngineError
 from miles_hpc.fused import different
 from miles_hpc.group import group_name
@@ -11,7 +10,7 @@ from miles_hpc.rollout.engine import EngineHost
 from miles_hpc.rollout.help import Help
 from miles_hpc.rollout.request import Output, Request
 from miles_hpc.rollout.restarts import Restarts
-from miles_hpc.round import ANSWER, WEIGHTS, Answer, Call, Complete, Confirmed, Joined, Meeting, Order, Present, Trouble
+from miles_hpc.round import ANSWER, WEIGHTS, Answer, Call, Complete, Confirmed, Joined, Load, Meeting, Order, Present, Trouble
 from miles_hpc.sync import LOST, Lost
 from miles_hpc.world import World
 
@@ -45,6 +44,8 @@ class Receiver:
         self._generation: int | None = None
         self._confirmed = self._failed = 0
         """The last round that ended well here, and the last that did not."""
+        self._held: list[dict[str, str]] = []
+        """Digests of what the engine took last, by worker; none of an engine that has ended since."""
 
     def receive(self, version: int) -> None:
         """Take weights until `version` or a later one is in the engine."""
@@ -114,7 +115,7 @@ class Receiver:
             return isinstance(word, Confirmed)
         return False
 
-    def _done(self, order: Order) -> Present | Joined | Confirmed | None:
+    def _done(self, order: Order) -> Present | Joined | Confirmed | Trouble | None:
         """What to answer to an order that the engine has followed."""
         seconds = order.seconds + GRACE_SECONDS
         match order.message:
@@ -123,12 +124,14 @@ class Receiver:
             case Meeting() as meeting:
                 self._leave()
                 return self._join(meeting, seconds)
-            case Bucket() as bucket:
+            case Load() as load:
                 self.version = -1
-                self._load(bucket, seconds)
+                self._load(load, seconds)
                 return None
-            case complete:
-                return self._compare(complete, order.round, seconds)
+            case complete if self._held:
+                return self._compare(complete, order.round)
+            case _:
+                return Trouble("the engine ended after it had taken the weights", refused=False)
 
     def _answer(self, order: Order, word: Present | Joined | Confirmed | Trouble) -> None:
         answer = Answer(self.world.rank, order.round, word)
@@ -139,7 +142,7 @@ class Receiver:
         self._answer(order, Trouble(str(error), isinstance(error, EngineError)))
 
     def _again(self, error: EngineDied | DeadlineExceeded) -> None:
-        self.version, self._generation = -1, None
+        self.version, self._generation, self._held = -1, None, []
         self.restarts.again(error)
 
     def _leave(self) -> None:
@@ -168,22 +171,13 @@ class Receiver:
         )
         return Joined()
 
-    def _load(self, bucket: Bucket, seconds: float) -> None:
-        self.engine.call(
-            "update_weights_from_distributed",
-            timeout=seconds,
-            names=bucket.names,
-            dtypes=bucket.dtypes,
-            shapes=bucket.shapes,
-            group_name=group_name(self._generation or 0),
-            load_format="flattened_bucket",
-            flush_cache=False,
-        )
+    def _load(self, load: Load, seconds: float) -> None:
+        """Also ask what the engine then holds: before the trainer wants to know, which saves a wait."""
+        group = group_name(self._generation or 0)
+        self.engine.call("update_weights_from_distributed", timeout=seconds, buckets=load.buckets, group_name=group)
+        self._held = self.engine.call("checksum", timeout=seconds)
 
-    def _compare(self, complete: Complete, number: int, seconds: float) -> Confirmed:
-        # Keys and values of prompts were computed with the old weights.
-        self.engine.call("flush_cache", timeout=seconds, timeout_s=seconds)
-        ranks = self.engine.call("checksum", timeout=seconds)
+    def _compare(self, complete: Complete, number: int) -> Confirmed:
         self.version = self.restarts.version = complete.version
         self._confirmed = number
-        return Confirmed(different(complete.digests, ranks), sum(map(len, complete.digests)))
+        return Confirmed(different(complete.digests, self._held), sum(map(len, complete.digests)))

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from miles_hpc.buckets import Bucket
 from miles_hpc.errors import DeadlineExceeded
 from miles_hpc.group import Group
 from miles_hpc.pace import Pace
@@ -42,6 +41,14 @@ class Meeting:
 
 
 @dataclass(frozen=True)
+class Load:
+    """Take these broadcasts, in this order, into your engine."""
+
+    buckets: list[str]
+    """`Bucket.text` of each."""
+
+
+@dataclass(frozen=True)
 class Complete:
     """End of a round: what every engine must hold now."""
 
@@ -55,7 +62,7 @@ class Order:
     """To a rollout rank."""
 
     round: int
-    message: Call | Meeting | Bucket | Complete
+    message: Call | Meeting | Load | Complete
     seconds: float
     """After so long the trainer will have given up."""
 
@@ -111,7 +118,8 @@ class Paces:
     """Measured durations, kept over all rounds."""
 
     join: Pace
-    bucket: Pace
+    load: Pace
+    """From the announcement to the last broadcast."""
     confirm: Pace
 
 
@@ -132,7 +140,8 @@ class Round:
         """By rollout rank: how often its engine was started again, as said at the roll call."""
         self.group: Group | None = None
         self._words: dict[type, dict[int, Any]] = defaultdict(dict)
-        self._pending: tuple[Future[None], float] | None = None
+        self._pending: Future[None] | None = None
+        self._announced = 0.0
 
     @property
     def refused(self) -> bool:
@@ -156,14 +165,20 @@ class Round:
             self._meet(self.group, limit)
         return self.group
 
-    def put(self, bucket: Bucket, flat: "torch.Tensor") -> None:
+    def announce(self, buckets: list[str]) -> None:
+        """Have all engines wait for these broadcasts; they are in the group, so nobody waits for one that cannot come."""
+        self._announced = time.monotonic()
+        if self.group is not None:
+            with self._giving_up():
+                self._tell(Load(buckets), self.paces.load.limit)
+
+    def put(self, flat: "torch.Tensor") -> None:
         """Broadcast a bucket; it is on its way when this returns. Nothing is sent in a broken round."""
         if self.group is None:
             return
         with self._giving_up():
             self._settle()
-            self._tell(bucket, self.paces.bucket.limit)
-            self._pending = (self.group.broadcast(flat), time.monotonic())
+            self._pending = self.group.broadcast(flat)
 
     def finish(self, complete: Complete) -> dict[int, Confirmed]:
         """End the round; what each engine that has the version now holds. `left` are the others."""
@@ -171,6 +186,7 @@ class Round:
             return {}
         with self._giving_up():
             self._settle()
+            self.paces.load.took(time.monotonic() - self._announced)
             started, limit = time.monotonic(), self.paces.confirm.limit
             self._tell(complete, limit)
             self._wait(lambda: not self._silent(Confirmed), limit, "the engines to confirm weights", heeding=False)
@@ -192,11 +208,10 @@ class Round:
 
     def _settle(self) -> None:
         """Wait for the broadcast on its way."""
-        if self._pending:
-            (future, started), self._pending = self._pending, None
-            self._wait(future.done, self.paces.bucket.limit, "a bucket of weights to arrive")
+        if future := self._pending:
+            self._pending = None
+            self._wait(future.done, self.paces.load.limit, "a bucket of weights to arrive")
             _result(future)
-            self.paces.bucket.took(time.monotonic() - started)
 
     def _roll(self) -> dict[int, Present]:
         self._tell(Call(), self.patience)
@@ -205,7 +220,7 @@ class Round:
             self.world.until(lambda engine=engine: engine in self._heard(Present), self.patience, what)  # type: ignore[misc]
         return self._heard(Present)
 
-    def _tell(self, message: Call | Bucket | Complete, limit: float) -> None:
+    def _tell(self, message: Call | Load | Complete, limit: float) -> None:
         for engine in self.engines:
             self._send(message, engine, limit)
 

@@ -2,18 +2,18 @@
 
 The first training rank broadcasts Hugging Face tensors in buckets over one `torch.distributed` group (gloo or NCCL) that it
 shares with the engines' workers; names, shapes and versions travel over MPI. SGLang answers "success" to unknown names, missing
-names and wrong sizes (seen with 0.5.16), so the sender compares names and shapes with the checkpoint that the engines loaded,
-and after every sync the digests of all engine tensors are compared with the sender's. An engine that fails on the way is served
-again in the next round (`round.py`), in a new group.
+names and wrong sizes (seen with 0.5.16), so names and shapes are compared with the checkpoint that the engines loaded
+(`buckets.py`), and after every sync the digests of all engine tensors are compared with the sender's. An engine that fails on
+the way is served again in the next round (`round.py`), in a new group.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from miles_hpc.buckets import announce, buckets, checkpoint_shapes, flatten
+from miles_hpc.buckets import Cargo, Weights
 from miles_hpc.errors import SyncError
 from miles_hpc.fused import Fused
 from miles_hpc.group import Group
@@ -23,21 +23,11 @@ from miles_hpc.pace import Pace
 from miles_hpc.round import Complete, Confirmed, Paces, Round
 from miles_hpc.world import World
 
-if TYPE_CHECKING:
-    import torch
-
 LOST = 13
 JOIN_SECONDS = 120.0
 """At most for a group to form; an engine whose peer dies meanwhile stays in the rendezvous for so long."""
 FRUITLESS_ROUNDS = 3
 """So many rounds in a row that fail although the engine lives: one more is of no use, and failed NCCL groups keep memory."""
-
-
-class Weights(Protocol):
-    """What a trainer offers: whole weights under checkpoint names, in a fixed order; collective over the training ranks."""
-
-    def weights(self) -> Iterator[tuple[str, "torch.Tensor"]]:
-        """Name and whole tensor, one after the other, on every training rank."""
 
 
 class Mailbox(Protocol):
@@ -81,6 +71,9 @@ class Sender:
         seconds: deadline of a wait for the other role.
         first: seconds that a step of a sync may take before any was measured.
         layout: of the engines' tensors; by default that of one worker in native numerics.
+
+    Raises:
+        SyncError: names or shapes that are not the checkpoint's.
     """
 
     def __init__(
@@ -93,8 +86,9 @@ class Sender:
         first: float,
         layout: Layout | None = None,
     ) -> None:
-        self.world, self.trainer, self.heartbeat, self.seconds, self.layout = world, trainer, heartbeat, seconds, layout
-        self.expected = checkpoint_shapes(model_folder)
+        self.world, self.heartbeat, self.seconds = world, heartbeat, seconds
+        self.cargo = Cargo(trainer, model_folder)
+        self.fused = Fused(self.cargo.buckets, layout or Layout())
         self.paces = Paces(Pace(min(first, JOIN_SECONDS)), Pace(first), Pace(first))
         self.version = -1
         self.round: Round | None = None
@@ -107,8 +101,8 @@ class Sender:
         """Send the trainer's weights as `version` to all engines; collective over the training ranks.
 
         Raises:
-            SyncError: a name or shape the engines do not know, an engine whose tensors differ from what was sent, or rounds
-                that keep failing for another reason than an engine that died.
+            SyncError: an engine whose tensors differ from what was sent, or rounds that keep failing for another reason than
+                an engine that died.
         """
         self.heartbeat.enter("sync")
         self.version = version
@@ -176,29 +170,16 @@ class Sender:
     def _stream(self, report: Report) -> None:
         """Buckets one after the other; the next is gathered while the last is on its way."""
         if not self.round:
-            for _ in self.trainer.weights():
-                pass
-            return
-        fused, size, seen = Fused(self.layout), 0, set[str]()
-        for bucket in buckets(self._checked(seen, fused)):  # to its end even if the round breaks: `weights` is collective
-            flat = flatten(tensor for _, tensor in bucket)
-            self.round.put(announce(bucket), flat)
-            size += flat.numel()
-        if missing := sorted(self.expected.keys() - seen):
-            where = ", ".join(missing[:3])
-            raise SyncError(f"version {self.version} lacks {len(missing)} tensors of the checkpoint", where=where)
-        confirmed = self.round.finish(Complete(self.version, fused.digests()))
+            return self.cargo.gather()
+        sums = []
+        self.round.announce([bucket.text for bucket in self.cargo.buckets])
+        for bucket, flat in self.cargo:  # to its end even if the round breaks: gathering is collective
+            self.round.put(flat)
+            sums.append(self.fused.sums(bucket, flat))
+        confirmed = self.round.finish(Complete(self.version, self.fused.digests(sums)))
         self.group = self.round.group
-        report.size = size
+        report.size = self.cargo.size
         report.digests += self._compared(confirmed)
-
-    def _checked(self, seen: set[str], fused: Fused) -> Iterator[tuple[str, "torch.Tensor"]]:
-        for name, tensor in self.trainer.weights():
-            if self.expected.get(name) != tuple(tensor.shape):
-                raise SyncError(f"{name} has shape {tuple(tensor.shape)}, the engines loaded {self.expected.get(name)}")
-            seen.add(name)
-            fused.add(name, tensor)
-            yield name, tensor
 
     def _compared(self, confirmed: dict[int, Confirmed]) -> int:
         """Number of engine tensors found equal."""

@@ -14,13 +14,12 @@ import numpy as np
 
 from miles_hpc import edges
 from miles_hpc.attach import attach
-from miles_hpc.buckets import announce, flatten
+from miles_hpc.buckets import Bucket, Weights
 from miles_hpc.config import Config
 from miles_hpc.handover import SHARED, TAKEN, Giver, Taker, handle
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.layout import Layout
 from miles_hpc.paths import RunPaths
-from miles_hpc.sync import Weights
 from miles_hpc.world import World
 
 if TYPE_CHECKING:
@@ -95,11 +94,7 @@ class Parcel:
     """Announcement of a bucket."""
 
     key: str
-    size: int
-    """Bytes."""
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
+    bucket: Bucket
 
 
 class Shipper(Giver):
@@ -125,16 +120,15 @@ class Shipper(Giver):
         self.keys = (f"{name}-{number:09d}" for number in itertools.count())
         self.under_way = ""
 
-    def _give(self, bucket: "list[tuple[str, torch.Tensor]]") -> int:
-        """Bytes sent; the next bucket is put while the engines take the one before."""
+    def _give(self, bucket: Bucket, flat: "torch.Tensor") -> None:
+        """The next bucket is put while the engines take the one before."""
         if not self.world.leads:
-            return 0
-        data, key = flatten(tensor for _, tensor in bucket).cpu().numpy(), next(self.keys)
-        self.carrier.put(key, data)
+            return
+        key = next(self.keys)
+        self.carrier.put(key, flat.cpu().numpy())
         self._take_back()
-        self.under_way, what = key, announce(bucket)
-        self._say(Parcel(key, data.nbytes, what.names, what.dtypes, what.shapes))
-        return data.nbytes
+        self.under_way = key
+        self._say(Parcel(key, bucket))
 
     def _take_back(self) -> None:
         if not self.under_way:
@@ -163,17 +157,13 @@ class Unpacker(Taker):
 
     def _take(self) -> None:
         while parcel := self.world.receive(SHARED, self.seconds, "weights from the trainer", source=self.lead):
-            tensors, flat = self._unpack(parcel)
-            handles = [handle(tensors, flat)] * self.workers
+            flat = self._unpack(parcel)
+            handles = [handle(parcel.bucket, flat)] * self.workers
             self.engine.call("update_weights_from_tensor", timeout=self.seconds, serialized_named_tensors=handles)
             self.world.send(None, self.lead, TAKEN, self.seconds, "the trainer to hear that its weights were taken")
 
-    def _unpack(self, parcel: Parcel) -> "tuple[list[tuple[str, torch.Tensor]], torch.Tensor]":
-        """The tensors by name, and the memory that they lie in."""
+    def _unpack(self, parcel: Parcel) -> "torch.Tensor":
+        """[bytes] uint8 in memory that every worker can open."""
         import torch
 
-        flat = torch.from_numpy(self.carrier.get(parcel.key, parcel.size).copy()).share_memory_()
-        kinds = [getattr(torch, kind) for kind in parcel.dtypes]
-        sizes = [int(np.prod(shape)) * kind.itemsize for shape, kind in zip(parcel.shapes, kinds, strict=True)]
-        views = (part.view(kind).view(shape) for part, kind, shape in zip(flat.split(sizes), kinds, parcel.shapes, strict=True))
-        return list(zip(parcel.names, views, strict=True)), flat
+        return torch.from_numpy(self.carrier.get(parcel.key, parcel.bucket.size).copy()).share_memory_()

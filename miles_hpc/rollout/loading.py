@@ -5,17 +5,18 @@ once for each engine tensor. Here a bucket is one copy and a check one question.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from miles_hpc.buckets import Bucket
 from miles_hpc.digest import digests
 from miles_hpc.layout import Layout
-
-Named = Iterable[tuple[str, Tensor]]
 
 
 class Loader:
@@ -28,21 +29,21 @@ class Loader:
 
     def __init__(self, model: torch.nn.Module, layout: Layout, worker: int) -> None:
         self.tensors, self.layout, self.worker = dict(model.named_parameters()), layout, worker
-        self.places: dict[str, Tensor] = {}
-        """By checkpoint name; they stay where they are, also over a sleep."""
+        self.places: dict[Bucket, list[Tensor]] = {}
+        """They stay where they are, also over a sleep."""
 
     @torch.no_grad()
-    def __call__(self, named: Named) -> None:
+    def __call__(self, bucket: Bucket, flat: Tensor) -> None:
         """Raises: KeyError: the engine has no such tensor. RuntimeError: one of another shape."""
-        parts = [(name, self.layout.part(name, tensor, self.worker)) for name, tensor in named]
-        torch._foreach_copy_([self._place(name, part) for name, part in parts], [part for _, part in parts])
+        parts = [self.layout.part(n, t, self.worker) for n, t in zip(bucket.names, bucket.views(flat), strict=True)]
+        if bucket not in self.places:
+            self.places[bucket] = [self._place(name, part) for name, part in zip(bucket.names, parts, strict=True)]
+        torch._foreach_copy_(self.places[bucket], parts)
 
     def _place(self, name: str, part: Tensor) -> Tensor:
-        if name not in self.places:
-            whole = self.tensors[self.layout.place(name)[0]].data.view(-1)
-            start = self.layout.start(name, part.numel(), len(whole))
-            self.places[name] = whole[start : start + part.numel()].view(part.shape)
-        return self.places[name]
+        whole = self.tensors[self.layout.place(name)[0]].data.view(-1)
+        start = self.layout.start(name, part.numel(), len(whole))
+        return whole[start : start + part.numel()].view(part.shape)
 
 
 def install() -> None:
@@ -55,38 +56,44 @@ def install() -> None:
     WeightChecker._compute_checksum = _checksums
 
 
-def views(flat: Tensor, shapes: Sequence[Sequence[int]], kinds: Sequence[torch.dtype]) -> list[Tensor]:
-    """The tensors that lie in [bytes] one after the other."""
-    sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
-    parts = flat.split(sizes)
-    return [part.view(kind).view(tuple(shape)) for part, kind, shape in zip(parts, kinds, shapes, strict=True)]
-
-
 def _take(self: Any, flattened_tensor_bucket_dict: dict[str, Any]) -> tuple[bool, str]:
     """A bucket that lies in another process's memory."""
-    flat, metadata = flattened_tensor_bucket_dict["flattened_tensor"], flattened_tensor_bucket_dict["metadata"]
-    tensors = views(flat, [m.shape for m in metadata], [m.dtype for m in metadata])
-    return _load(self, zip([m.name for m in metadata], tensors, strict=True))
+    shared = flattened_tensor_bucket_dict
+    return _load(self, [(_bucket(shared["metadata"]), shared["flattened_tensor"])])
 
 
 def _receive(self: Any, names: list[str], dtypes: list[str], shapes: list[list[int]], group_name: str) -> tuple[bool, str]:
-    """A bucket that is broadcast."""
-    kinds = [getattr(torch, kind) for kind in dtypes]
-    size = sum(torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True))
-    flat = torch.empty(size, dtype=torch.uint8, device=self.device)
-    try:
-        torch.distributed.broadcast(flat, src=0, group=self._model_update_group[group_name])
-    except Exception as error:  # of whatever kind: the group is broken, the engine is not
-        return False, f"{type(error).__name__}: {error}"
-    return _load(self, zip(names, views(flat, shapes, kinds), strict=True))
+    """Buckets that are broadcast one after the other; `names` are their texts."""
+    return _load(self, _broadcasts(list(map(_bucket, names)), self._model_update_group[group_name], self.device))
 
 
-def _load(self: Any, named: Named) -> tuple[bool, str]:
+def _broadcasts(buckets: list[Bucket], group: Any, device: str) -> Iterator[tuple[Bucket, Tensor]]:
+    """Each with its bytes; the next one is on its way before this one is used."""
+    started = (_start(bucket, group, device) for bucket in buckets)
+    for (bucket, flat, work), _ in pairwise(chain(started, [None])):
+        work.wait()
+        yield bucket, flat
+
+
+def _start(bucket: Bucket, group: Any, device: str) -> tuple[Bucket, Tensor, Any]:
+    flat = torch.empty(bucket.size, dtype=torch.uint8, device=device)
+    return bucket, flat, dist.broadcast(flat, src=0, group=group, async_op=True)
+
+
+def _load(self: Any, arriving: Iterable[tuple[Bucket, Tensor]]) -> tuple[bool, str]:
     try:
-        _loader(self.get_model(), self.tp_rank)(named)
-    except (KeyError, RuntimeError) as error:
-        return False, f"weights that do not fit the engine's: {error}"
+        loader = _loader(self.get_model(), self.tp_rank)
+        for bucket, flat in arriving:
+            loader(bucket, flat)
+    except Exception as error:  # of whatever kind: the group is broken, or the weights do not fit; the engine is well
+        return False, f"weights were not loaded: {type(error).__name__}: {error}"
     return True, ""
+
+
+@cache
+def _bucket(text: str) -> Bucket:
+    """Read once: it is the same in every sync."""
+    return Bucket.read(text)
 
 
 @cache

@@ -200,9 +200,11 @@ async def _destroy_group(manager: Any, fields: dict[str, Any]) -> tuple[bool, st
 
 
 async def _update(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:
+    """Load buckets that are broadcast, see `loading.py`."""
     from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqInput
 
-    request = UpdateWeightsFromDistributedReqInput(**{"load_format": "flattened_bucket"} | fields)
+    what = {"names": fields["buckets"], "dtypes": [], "shapes": [], "load_format": "flattened_bucket", "flush_cache": False}
+    request = UpdateWeightsFromDistributedReqInput(**what, group_name=fields["group_name"])
     return (*await manager.update_weights_from_distributed(request, None), None)
 
 
@@ -218,7 +220,7 @@ async def _sleep(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:
     """Give all of the engine's device memory back but its context; the weights are lost."""
     from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
-    ok, message, _ = await _flush_cache(manager, {})  # also waits until nothing is running, which the next call asserts
+    ok, message = await _forget(manager)  # with something running the next call would fail an assertion
     if ok:
         await manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=[*REGIONS]), None)
         ASLEEP.update(REGIONS)
@@ -243,16 +245,23 @@ async def _update_from_disk(manager: Any, fields: dict[str, Any]) -> tuple[bool,
 
 
 async def _checksum(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:
-    """Value: per engine rank, digest by the engine's own tensor name (`qkv_proj`, `gate_up_proj` are fused)."""
+    """Value: per engine rank, digest by the engine's own tensor name (`qkv_proj`, `gate_up_proj` are fused).
+
+    Keys and values that were computed with other weights are forgotten on the way.
+    """
     from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
+    ok, message = await _forget(manager)
+    if not ok:
+        return ok, message, None
     ok, message, ranks, _ = await manager.check_weights(CheckWeightsReqInput(action="checksum"), None)
     return ok, message, [dict(rank["checksums"]) for rank in ranks or []]
 
 
-async def _flush_cache(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:
-    answer = await manager.flush_cache(**{"timeout_s": IDLE_SECONDS} | fields)
-    return answer.success, f"flush_cache: {answer}", None
+async def _forget(manager: Any) -> tuple[bool, str]:
+    """Empty the cache of keys and values; waits until nothing is running."""
+    answer = await manager.flush_cache(timeout_s=IDLE_SECONDS)
+    return answer.success, f"flush_cache: {answer}"
 
 
 async def _alive(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:
@@ -271,7 +280,6 @@ CALLS = {
     "sleep": _sleep,
     "wake": _wake,
     "checksum": _checksum,
-    "flush_cache": _flush_cache,
 }
 
 

@@ -11,7 +11,7 @@ from miles_hpc import device, evaluation, metrics
 from miles_hpc.checkpoint import Checkpoints
 from miles_hpc.config import Config
 from miles_hpc.errors import Stopped
-from miles_hpc.handover import Giver
+from miles_hpc.handover import Giver, Lender
 from miles_hpc.paths import RunPaths
 from miles_hpc.rollout.restarts import DEATH
 from miles_hpc.samples import store
@@ -214,7 +214,9 @@ class TrainRole:
 
     def _leave(self, version: int) -> None:
         """Leave the GPU to an engine; save first, while what is saved is here."""
+        assert isinstance(self.sender, Lender)
         self.checkpoint(version)
+        self.sender.prepare()
         with self.clock("swap", version):
             self.trainer.sleep()
         self.asleep = True

@@ -98,6 +98,7 @@ class Trainer:
         self.policy = self._policy(self.config.routing_replay)
         weights.read(self.policy.module, self.model_config, self.folder, self.groups)
         self.ddp = self.policy.wrap()
+        self.stream = weights.Stream(self.policy.module, self.model_config, self.groups)
         self.optimizer = optimizer.build(self.ddp, self.dtype)
         self.sleeper = Sleeper(self.ddp, self.optimizer, self.config.offload)
         self.passes = Passes(self.groups, self.config.micro_batch_tokens, self._between)
@@ -323,7 +324,7 @@ class Trainer:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors under Hugging Face checkpoint names, in a fixed order, on every rank. Exhaust it on all ranks."""
-        return weights.stream(self.policy.module, self.model_config, self.groups)
+        return iter(self.stream)
 
     @property
     def fingerprint(self) -> dict[str, Any]:

@@ -111,40 +111,40 @@ def local_name(rule: Rule, config: Any, groups: Groups) -> str | None:
     return rule.name.format(expert=local) if owner == groups.expert.rank() else None
 
 
-def stream(module: torch.nn.Module, config: Any, groups: Groups) -> Iterator[tuple[str, Tensor]]:
+class Stream:
     """Whole tensors under Hugging Face checkpoint names, in the order of `convert.rules`, on every rank; collective.
 
     Holds one parameter at a time. Tied embeddings come once, as `model.embed_tokens.weight`.
     """
-    params = dict(module.named_parameters())
-    dims = Dims.of(config)
-    with torch.no_grad():
-        for rule in rules(config):
-            yield from zip(rule.sources, rule.layout.whole(_parts(rule, params, config, groups), dims), strict=True)
 
+    def __init__(self, module: torch.nn.Module, config: Any, groups: Groups) -> None:
+        self.dims, self.groups = Dims.of(config), groups
+        self.per_rank = (getattr(config, "num_experts", 0) or 0) // groups.expert.size()
+        params = dict(module.named_parameters())
+        # All experts have the same shapes: for one of another rank the first local one stands.
+        self.own = [(r, params[local_name(r, config, groups) or r.name.format(expert=0)]) for r in rules(config)]
+        """Looked up once: for the thousand experts of a MoE that takes longer than to send them."""
 
-def _parts(rule: Rule, params: dict[str, Any], config: Any, groups: Groups) -> list[Tensor]:
-    if rule.expert >= 0:
-        return [_from_owner(rule, params, config, groups)]
-    own = params[rule.name].detach()
-    if not rule.layout.split or groups.tensor.size() == 1:
-        return [own]
-    parts = [torch.empty_like(own) for _ in range(groups.tensor.size())]
-    dist.all_gather(parts, own.contiguous(), groups.tensor)
-    return parts
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for rule, own in self.own:
+            yield from zip(rule.sources, rule.layout.whole(self._parts(rule, own.detach()), self.dims), strict=True)
 
+    def _parts(self, rule: Rule, own: Tensor) -> list[Tensor]:
+        group = self.groups.tensor if rule.expert < 0 else self.groups.expert
+        if group.size() == 1 or not (rule.layout.split or rule.expert >= 0):
+            return [own]
+        if rule.expert >= 0:
+            return [self._from_owner(rule, own)]
+        parts = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(parts, own.contiguous(), group)
+        return parts
 
-def _from_owner(rule: Rule, params: dict[str, Any], config: Any, groups: Groups) -> Tensor:
-    """An expert's parameter, sent by the rank of the expert-parallel group that holds it."""
-    name = local_name(rule, config, groups)
-    # All experts have the same shapes: the first local one tells this one's.
-    own = params[name or rule.name.format(expert=0)].detach()
-    if groups.expert.size() == 1:
-        return own
-    tensor = own.contiguous() if name else torch.empty_like(own)
-    owner = rule.expert // (config.num_experts // groups.expert.size())
-    dist.broadcast(tensor, dist.get_global_rank(groups.expert, owner), groups.expert)
-    return tensor
+    def _from_owner(self, rule: Rule, own: Tensor) -> Tensor:
+        """An expert's parameter, sent by the rank of the expert-parallel group that holds it."""
+        group, owner = self.groups.expert, rule.expert // self.per_rank
+        tensor = own.contiguous() if owner == group.rank() else torch.empty_like(own)
+        dist.broadcast(tensor, dist.get_global_rank(group, owner), group)
+        return tensor
 
 
 def sizes(config: Any) -> dict[str, Any]:

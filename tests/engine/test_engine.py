@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from miles_hpc import data, device
-from miles_hpc.buckets import flatten
+from miles_hpc.buckets import buckets
 from miles_hpc.config import Config, dump
 from miles_hpc.errors import DeadlineExceeded, EngineDied, EngineError, Stopped
 from miles_hpc.handover import handle
@@ -72,7 +72,7 @@ def test_a_sample_is_the_same_in_another_order(engine: EngineHost, batch: list[O
 
 
 def test_a_sample_is_the_same_in_a_larger_batch_with_a_cold_cache(engine: EngineHost, batch: list[Output]) -> None:
-    engine.call("flush_cache")
+    engine.call("checksum")
     others = [Request([9, 8, 7], 900 + i, 0, NEW) for i in range(100)]
     assert tokens(answers(engine, others + requests(64)))[100:] == tokens(batch)
 
@@ -196,7 +196,6 @@ def test_weights_over_a_process_group(engine: EngineHost, batch: list[Output], m
     assert tokens(answers(engine, requests(8))) != tokens(batch[:8])
     group.send(weights)
     assert engine.call("checksum")[0] == before
-    engine.call("flush_cache")
     assert tokens(answers(engine, requests(8))) == tokens(batch[:8])
     engine.call("destroy_weights_update_group", group_name="weights")
 
@@ -232,20 +231,14 @@ class Sender:
         thread.join()
 
     def send(self, weights: dict) -> None:
-        import torch
         import torch.distributed as dist
 
-        flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in weights.values()])
-        thread = threading.Thread(target=dist.broadcast, args=(flat,), kwargs={"src": 0, "group": self.group})
+        several = buckets(weights.items(), {"cpu": 1})
+        tensors = iter(weights.values())
+        flats = [bucket.flat(itertools.islice(tensors, len(bucket.names))) for bucket in several]
+        thread = threading.Thread(target=lambda: [dist.broadcast(flat, src=0, group=self.group) for flat in flats])
         thread.start()
-        self.engine.call(
-            "update_weights_from_distributed",
-            names=list(weights),
-            dtypes=["float32"] * len(weights),
-            shapes=[list(tensor.shape) for tensor in weights.values()],
-            group_name="weights",
-            flush_cache=False,
-        )
+        self.engine.call("update_weights_from_distributed", buckets=[b.text for b in several], group_name="weights")
         thread.join()
 
 
@@ -301,8 +294,9 @@ def test_an_engine_sleeps_wakes_and_takes_shared_weights(engine: EngineHost, bat
         engine.call("sleep")
         for regions in (["weights"], ["kv_cache", "cuda_graph"], ["weights"]):
             engine.call("wake", regions=regions)
-        flat = flatten(tensor for _, tensor in tensors)
-        engine.call("update_weights_from_tensor", serialized_named_tensors=[handle(tensors, flat)])
+        (bucket,) = buckets(tensors)
+        flat = bucket.flat(tensor for _, tensor in tensors)
+        engine.call("update_weights_from_tensor", serialized_named_tensors=[handle(bucket, flat)])
         assert (engine.call("checksum")[0][name] == before[0][name]) == (tensors is named)
     assert engine.call("checksum") == before
     assert tokens(answers(engine, requests(64))) == tokens(batch)

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 
+from miles_hpc.buckets import Bucket, buckets
 from miles_hpc.digest import digest
 from miles_hpc.fused import Fused, different
 from miles_hpc.layout import Layout
-from miles_hpc.rollout.loading import Loader, views
+from miles_hpc.rollout.loading import Loader
 
 HIDDEN, VOCABULARY, HEAD, WIDTH, EXPERTS = 8, 150, 4, 12, 3
 SHAPES = {
@@ -51,32 +52,47 @@ def engine(workers: int, copies: int = 1) -> dict[str, torch.Tensor]:
     return {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
 
 
-def loader(tensors: dict[str, torch.Tensor], layout: Layout, worker: int = 0) -> Loader:
+def packed(named: dict[str, torch.Tensor], of: int = 5) -> list[tuple[Bucket, torch.Tensor]]:
+    """In buckets of so many tensors, with their bytes."""
+    pairs = list(named.items())
+    groups = [pairs[i : i + of] for i in range(0, len(pairs), of)]
+    return [(bucket, bucket.flat(tensor for _, tensor in group)) for group in groups for bucket in buckets(group)]
+
+
+def expected(flats: list[tuple[Bucket, torch.Tensor]], layout: Layout) -> list[dict[str, str]]:
+    fused = Fused([bucket for bucket, _ in flats], layout)
+    sums = [fused.sums(bucket, flat) for bucket, flat in flats]
+    assert fused.digests(sums) == fused.digests(sums)
+    return fused.digests(sums)
+
+
+def load(tensors: dict[str, torch.Tensor], layout: Layout, flats: list[tuple[Bucket, torch.Tensor]], worker: int = 0) -> None:
+    """Twice, as every sync after the first finds the places known."""
     model: Any = SimpleNamespace(named_parameters=tensors.items)
-    return Loader(model, layout, worker)
+    loader = Loader(model, layout, worker)
+    for bucket, flat in [(bucket, torch.zeros_like(flat)) for bucket, flat in flats] + flats:
+        loader(bucket, flat)
 
 
 @pytest.mark.parametrize(("workers", "groups"), [(1, 4), (2, 4), (4, 4), (4, 2), (2, 1)])
 def test_what_workers_hold_has_the_digests_that_are_expected(workers, groups):
     layout, named = Layout(workers=workers, groups=groups), checkpoint()
     held = [engine(workers, max(1, workers // groups)) for _ in range(workers)]
-    expected = Fused(layout)
-    for name, tensor in reversed(named.items()):
-        expected.add(name, tensor)
+    flats = packed(dict(reversed(named.items())))
     for worker, tensors in enumerate(held):
-        loader(tensors, layout, worker)(named.items())
+        load(tensors, layout, flats, worker)
         assert not any(tensor.isnan().any() for tensor in tensors.values())
     found = [{name: digest(tensor) for name, tensor in tensors.items()} for tensors in held]
-    assert expected.digests() == expected.digests() == found
+    assert expected(flats, layout) == found
     if workers > 1:
         found[1]["model.norm.weight"] = ""
-        assert different(expected.digests(), found) == ["model.norm.weight of worker 1"]
-        assert len(different(expected.digests(), found[:1])) == workers * len(held[0])
+        assert different(expected(flats, layout), found) == ["model.norm.weight of worker 1"]
+        assert len(different(expected(flats, layout), found[:1])) == workers * len(held[0])
 
 
 def test_one_worker_holds_what_the_checkpoint_says():
     named, held = checkpoint(), engine(1)
-    loader(held, Layout())(named.items())
+    load(held, Layout(), packed(named))
     queries = torch.cat([named[f"model.layers.0.self_attn.{n}_proj.weight"] for n in "qkv"])
     assert torch.equal(held["model.layers.0.self_attn.qkv_proj.weight"], queries)
     assert torch.equal(held["model.embed_tokens.weight"][:VOCABULARY], named["model.embed_tokens.weight"])
@@ -88,22 +104,21 @@ def test_one_worker_holds_what_the_checkpoint_says():
 def test_exact_engines_hold_the_checkpoints_tensors():
     named, layout = checkpoint(), Layout(exact=True)
     held = {name: torch.empty_like(tensor) for name, tensor in named.items()}
-    loader(held, layout)(named.items())
-    expected = Fused(layout)
-    for name, tensor in named.items():
-        expected.add(name, tensor)
-    assert expected.digests() == [{name: digest(tensor) for name, tensor in held.items()}]
+    load(held, layout, packed(named))
+    assert expected(packed(named), layout) == [{name: digest(tensor) for name, tensor in held.items()}]
 
 
 def test_a_tensor_that_the_engine_lacks_or_holds_in_another_shape():
     with pytest.raises(KeyError, match=r"model\.layers\.9"):
-        loader(engine(1), Layout())([("model.layers.9.input_layernorm.weight", torch.zeros(HIDDEN))])
+        load(engine(1), Layout(), packed({"model.layers.9.input_layernorm.weight": torch.zeros(HIDDEN)}))
     with pytest.raises(RuntimeError):
-        loader(engine(1), Layout())([("model.norm.weight", torch.zeros(HIDDEN + 1))])
+        load(engine(1), Layout(), packed({"model.norm.weight": torch.zeros(HIDDEN + 1)}))
 
 
-def test_views_of_a_bucket():
-    tensors = [torch.randn(2, 3), torch.arange(4, dtype=torch.int16), torch.zeros(0, 5)]
-    flat = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in tensors])
-    for tensor, view in zip(tensors, views(flat, [t.shape for t in tensors], [t.dtype for t in tensors]), strict=True):
-        assert torch.equal(tensor, view) and view.dtype == tensor.dtype
+def test_bytes_that_are_no_whole_words_are_the_last_ones():
+    odd = torch.randn(3).bfloat16()
+    assert expected(packed({"model.norm.weight": odd, "b": odd}), Layout()) == [
+        {"model.norm.weight": digest(odd), "b": digest(odd)}
+    ]
+    with pytest.raises(ValueError, match=r"parts of model\.layers\.0\.self_attn\.qkv_proj\.bias are no whole words"):
+        expected(packed({f"model.layers.0.self_attn.{name}_proj.bias": odd for name in "qkv"}), Layout())

@@ -23,7 +23,7 @@ def mpi(tmp_path: Path) -> World:
             size = claim or train + rollout
             rank = [sys.executable, Path(__file__).parent / f"{program}.py", role, str(size), str(tmp_path), *arguments]
             command += ["-n", str(count), *rank, ":"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(Path(__file__).parent)}
         return subprocess.run(command[:-1], capture_output=True, text=True, timeout=180, env=environment)
 
     return run

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from datetime import timedelta
+from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,21 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
+from miles_hpc.buckets import Bucket, buckets
 from miles_hpc.fused import Fused
+from miles_hpc.layout import Layout
 from miles_hpc.rollout.request import Output
 
 SHOWN = "model.norm.weight"
 DELAY_SECONDS = 0.1
+
+
+def digests(held: dict[str, torch.Tensor], layout: Layout) -> list[dict[str, str]]:
+    """As an engine of that layout would have them that holds these checkpoint tensors."""
+    found = list(held.items())
+    packed = buckets(found)
+    fused, tensors = Fused(packed, layout), iter(tensor for _, tensor in found)
+    return fused.digests([fused.sums(bucket, bucket.flat(islice(tensors, len(bucket.names)))) for bucket in packed])
 
 
 class Engine:
@@ -48,24 +59,16 @@ class Engine:
     def destroy_weights_update_group(self, group_name: str) -> None:
         dist.destroy_process_group(self.groups.pop(group_name))
 
-    def update_weights_from_distributed(self, names, dtypes, shapes, group_name, load_format, flush_cache) -> None:
-        shapes = [torch.Size(shape) for shape in shapes]
-        kinds = [getattr(torch, kind) for kind in dtypes]
-        sizes = [shape.numel() * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
-        bucket = torch.empty(sum(sizes), dtype=torch.uint8)
-        dist.broadcast(bucket, src=0, group=self.groups[group_name])
-        for name, kind, shape, part in zip(names, kinds, shapes, bucket.split(sizes), strict=True):
-            self.held[name] = part.view(kind).view(shape).clone()
-
-    def flush_cache(self, timeout_s: float) -> None: ...
+    def update_weights_from_distributed(self, buckets: list[str], group_name: str) -> None:
+        for bucket in map(Bucket.read, buckets):
+            flat = torch.empty(bucket.size, dtype=torch.uint8)
+            dist.broadcast(flat, src=0, group=self.groups[group_name])
+            self.held |= zip(bucket.names, bucket.views(flat), strict=True)
 
     def alive(self) -> None: ...
 
     def checksum(self) -> list[dict[str, str]]:
-        fused = Fused()
-        for name, tensor in self.held.items():
-            fused.add(name, tensor)
-        return fused.digests()
+        return digests(self.held, Layout())
 
     def generate(self, connection: Connection, requests: list) -> None:
         for key, _ in requests:
@@ -98,6 +101,7 @@ def main() -> None:
         elif message[0] == "call":
             _, key, name, fields = message
             connection.send(answer(engine, key, name, fields))
+            engine.meet(f"{name}-answered")
 
 
 def answer(engine: Engine, key: int, name: str, fields: dict[str, Any]) -> tuple[str, int, Any]:

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from engine import digests
 from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
+from miles_hpc import device
+from miles_hpc.buckets import Bucket
 from miles_hpc.errors import MilesError
-from miles_hpc.fused import Fused
 from miles_hpc.handover import Borrower, Lender
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.layout import Layout
@@ -63,37 +65,28 @@ class Engine:
         )
         _world.pg_group_ranks[self.group] = {i: i for i in range(world_size)}
 
-    def update_weights_from_distributed(self, names, dtypes, shapes, group_name, load_format, flush_cache) -> None:
-        shapes = [torch.Size(shape) for shape in shapes]
-        kinds = [getattr(torch, kind) for kind in dtypes]
-        sizes = [shape.numel() * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
-        bucket = torch.empty(sum(sizes), dtype=torch.uint8)
-        dist.broadcast(bucket, src=0, group=self.group)
-        for name, kind, shape, part in zip(names, kinds, shapes, bucket.split(sizes), strict=True):
-            self.held[name] = part.view(kind).view(shape).clone()
+    def update_weights_from_distributed(self, buckets: list[str], group_name: str) -> None:
+        for bucket in map(Bucket.read, buckets):
+            flat = torch.empty(bucket.size, dtype=torch.uint8)
+            dist.broadcast(flat, src=0, group=self.group)
+            self.held |= zip(bucket.names, bucket.views(flat), strict=True)
 
     def update_weights_from_tensor(self, serialized_named_tensors: list[bytes]) -> None:
         """Copies from each training rank's own memory."""
         for worker, text in enumerate(serialized_named_tensors):
             shared = pickle.loads(text)
-            for part in shared["metadata"]:
-                tensor = shared["flattened_tensor"][part.start_idx : part.end_idx].view(part.dtype).view(part.shape)
-                assert worker == 0 or torch.equal(self.held[part.name], tensor)
-                self.held[part.name] = tensor.clone()
+            bucket = Bucket.read(shared["metadata"])
+            for name, tensor in zip(bucket.names, bucket.views(shared["flattened_tensor"]), strict=True):
+                assert worker == 0 or torch.equal(self.held[name], tensor)
+                self.held[name] = tensor.clone()
 
     def wake(self, regions: list[str]) -> None:
         assert self.calls.count("wake") % 2 == (regions == ["weights"])
 
-    def flush_cache(self, timeout_s: float) -> None:
-        pass
-
     def checksum(self) -> list[dict[str, str]]:
         if self.mode == "flipped":
             self.held["model.layers.0.self_attn.k_proj.weight"].view(-1)[3] = 0
-        fused = Fused(self.layout)
-        for name, tensor in self.held.items():
-            fused.add(name, tensor)
-        return fused.digests()
+        return digests(self.held, self.layout)
 
 
 class Files:
@@ -134,6 +127,9 @@ def main() -> None:
                 sender = partial(Shipper, layout=Layout(), carrier=Carrier(Files(Path(folder, "weights"), mode)), name="001")
             sender = sender(world, trainer, Path(folder), heartbeat, 60)
             for trainer.version in range(3):
+                if workers and trainer.version:  # an engine may wake early, late, or not be told at all
+                    device.room = lambda size, version=trainer.version: version == 1
+                    sender.prepare()
                 report = sender.send(trainer.version)
                 if world.leads:
                     with Path(folder, "sent").open("a") as file:

@@ -7,9 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from miles_hpc import buckets, fused
-from miles_hpc.digest import digest
-from miles_hpc.errors import WorldError
+from miles_hpc import buckets
+from miles_hpc.errors import SyncError, WorldError
 from miles_hpc.examples import arithmetic
 from miles_hpc.handover import Borrower
 from miles_hpc.layout import engine_tensor
@@ -67,7 +66,7 @@ def engine_tensors(model) -> set[str]:
     ("mode", "named"),
     [
         ("flipped", "model.layers.0.self_attn.qkv_proj.weight"),
-        ("missing", "lacks"),
+        ("missing", "lack 1 tensors"),
         ("reshaped", "lm_head.weight has shape"),
     ],
 )
@@ -77,23 +76,29 @@ def test_what_the_engine_would_not_notice_is_named(mpi, model, mode, named, way)
     assert named in (model / "refused-train").read_text()
 
 
-def test_parts_of_a_joined_tensor_lie_in_the_engines_order():
-    joined = fused.Fused()
-    tensors = {f"model.layers.0.mlp.experts.{e}.{p}_proj.weight": torch.randn(3, 4) for e in (1, 0) for p in ("up", "gate")}
-    for name, tensor in tensors.items():
-        joined.add(name, tensor)
-    prefix = "model.layers.0.mlp.experts"
-    order = [tensors[f"{prefix}.{e}.{p}_proj.weight"] for e in (0, 1) for p in ("gate", "up")]
-    assert joined.digests() == [{f"{prefix}.w13_weight": digest(torch.cat(order))}]
-
-
-def test_buckets_keep_the_order_and_the_limit(monkeypatch):
-    monkeypatch.setitem(buckets.BUCKET_MIB, "cpu", 1)
+def test_buckets_keep_the_order_the_limit_and_one_dtype():
     named = [(str(i), torch.zeros(size)) for i, size in enumerate([100_000, 200_000, 300_000, 10, 10])]
-    found = [[name for name, _ in bucket] for bucket in buckets.buckets(named)]
-    assert [name for names in found for name in names] == list("01234")
-    for bucket in buckets.buckets(named):
-        assert len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= 1 << 20
+    named += [("5", torch.zeros(3, 7).bfloat16()), ("6", torch.zeros(0, 2).bfloat16())]
+    found = buckets.buckets(named, {"cpu": 1})
+    assert [bucket.names for bucket in found] == [("0",), ("1",), ("2",), ("3", "4"), ("5", "6")]
+    assert [bucket.size for bucket in found] == [400_000, 800_000, 1_200_000, 80, 42]
+    assert [buckets.Bucket.read(bucket.text) for bucket in found] == found
+
+
+def test_what_lies_in_a_bucket_is_what_was_put_in():
+    tensors = [torch.randn(2, 3), torch.randn(4, 5).t(), torch.zeros(0, 5), torch.randn(1, requires_grad=True)]
+    (bucket,) = buckets.buckets([(str(i), tensor) for i, tensor in enumerate(tensors)])
+    for view, tensor in zip(bucket.views(bucket.flat(tensors)), tensors, strict=True):
+        assert torch.equal(view, tensor) and view.shape == tensor.shape
+
+
+def test_a_trainer_that_changes_its_order_is_found_out(model):
+    named = list(load_file(model / "model.safetensors").items())
+    cargo = buckets.Cargo(SimpleNamespace(weights=lambda: iter(named)), model)
+    assert sum(len(flat) for _, flat in cargo) == cargo.size
+    named[0], named[1] = named[1], named[0]
+    with pytest.raises(SyncError, match="another order"):
+        list(cargo)
 
 
 def test_checkpoint_shapes_come_from_all_files(tmp_path):
