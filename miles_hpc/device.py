@@ -39,18 +39,24 @@ def collect_shared() -> None:
         torch.cuda.empty_cache()
 
 
-def room(size: int) -> bool:
-    """Whether so many bytes of this process's GPU are free; always on a CPU."""
-    return not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] > size
+def free() -> float:
+    """Bytes of this process's GPU that nobody holds; no end of them on a CPU."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else float("inf")
+
+
+def others() -> int:
+    """Bytes of this process's GPU that others hold (contexts included)."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def memory(when: str) -> dict[str, float]:
     """GiB of this process's GPU that it holds, and that others hold (contexts included), as figures; nothing on a CPU."""
     if not torch.cuda.is_available():
         return {}
-    free, total = torch.cuda.mem_get_info()
-    own = torch.cuda.memory_reserved()
-    return {f"memory/{when}_own_gib": own / 2**30, f"memory/{when}_others_gib": (total - free - own) / 2**30}
+    return {f"memory/{when}_own_gib": torch.cuda.memory_reserved() / 2**30, f"memory/{when}_others_gib": others() / 2**30}
 
 
 def without_workspace() -> None:

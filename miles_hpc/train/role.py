@@ -216,9 +216,9 @@ class TrainRole:
         """Leave the GPU to an engine; save first, while what is saved is here."""
         assert isinstance(self.sender, Lender)
         self.checkpoint(version)
-        self.sender.prepare()
+        room = self.sender.prepare()
         with self.clock("swap", version):
-            self.trainer.sleep()
+            self.trainer.sleep(give_back=not room)
         self.asleep = True
 
     def _return(self, step: int) -> None:

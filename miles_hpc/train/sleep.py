@@ -26,14 +26,14 @@ class Sleeper:
         self.host = torch.empty(0, dtype=torch.uint8)
         """[bytes] of all storages; kept, since pinning memory takes longer than copying."""
 
-    def sleep(self) -> None:
-        """Between steps; the model's weights stay."""
+    def sleep(self, give_back: bool = True) -> None:
+        """Between steps; the model's weights stay. What is free is given back to the GPU, or waits in torch's cache."""
         if self.asleep:
             return
         self.optimizer.zero_grad()
         if self.offload:
             self._copy_out()
-        self.ddp.offload_grad_buffers()  # and empties the allocator's cache
+        self.ddp.offload_grad_buffers(empty_cache=give_back)
         self.asleep = True
 
     def wake(self) -> None:

@@ -331,10 +331,14 @@ class Trainer:
         """Architecture and sizes; a checkpoint with another one is of another model."""
         return weights.sizes(self.model_config)
 
-    def sleep(self) -> None:
-        """Leave the GPU to an engine, but for the weights; until `wake` no other method than `weights` and `export` will do."""
+    def sleep(self, give_back: bool = True) -> None:
+        """Leave the GPU to an engine, but for the weights; until `wake` no other method than `weights` and `export` will do.
+
+        Args:
+            give_back: at once; else what is free waits in torch's cache for the next `device.collect_shared`.
+        """
         for sleeper in self._sleepers():
-            sleeper.sleep()
+            sleeper.sleep(give_back)
 
     def wake(self) -> None:
         """Undo `sleep`; nothing if awake."""
