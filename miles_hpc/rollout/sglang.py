@@ -247,15 +247,14 @@ async def _update_from_disk(manager: Any, fields: dict[str, Any]) -> tuple[bool,
 async def _checksum(manager: Any, fields: dict[str, Any]) -> tuple[bool, str, Any]:
     """Value: per engine rank, digest by the engine's own tensor name (`qkv_proj`, `gate_up_proj` are fused).
 
-    Keys and values that were computed with other weights are forgotten on the way.
+    Keys and values that were computed with other weights are forgotten. Both at once: emptying the cache would first wait for
+    all broadcasts that are on their way, while the digests' own work can be done in that time.
     """
     from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
-    ok, message = await _forget(manager)
-    if not ok:
-        return ok, message, None
-    ok, message, ranks, _ = await manager.check_weights(CheckWeightsReqInput(action="checksum"), None)
-    return ok, message, [dict(rank["checksums"]) for rank in ranks or []]
+    check = manager.check_weights(CheckWeightsReqInput(action="checksum"), None)
+    (ok, message, ranks, _), (idle, why) = await asyncio.gather(check, _forget(manager))
+    return ok and idle, message if idle else why, [dict(rank["checksums"]) for rank in ranks or []]
 
 
 async def _forget(manager: Any) -> tuple[bool, str]:

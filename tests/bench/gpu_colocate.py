@@ -40,7 +40,9 @@ def measure(run: Path) -> dict[str, Any]:
         **{
             f"{name} s": statistics.median(e["phase_seconds"][name] for e in steps[WARM_UP:])
             for name in steps[0]["phase_seconds"]
+            if name != "sync"
         },
+        "given back after the sync s": statistics.median(_after_sync(e) for e in steps[WARM_UP:]),
         "step s": statistics.median(e["seconds"] for e in steps[WARM_UP:]),
         "outside rollout, train, sync %": statistics.median(_outside(e) for e in steps[WARM_UP:]),
         **{name.removeprefix("memory/"): _median(steps, name) for name in steps[0]["metrics"] if name.startswith("memory/")},
@@ -52,9 +54,15 @@ def measure(run: Path) -> dict[str, Any]:
     }
 
 
+def _after_sync(step: dict[str, Any]) -> float:
+    """Seconds of the phase that pass while the engine generates."""
+    return step["phase_seconds"]["sync"] - step["metrics"]["sync/seconds"]
+
+
 def _outside(step: dict[str, Any]) -> float:
-    """Share of a step that is neither rollout nor train nor sync."""
-    return 100 * (1 - sum(step["phase_seconds"][name] for name in ("rollout", "train", "sync")) / step["seconds"])
+    """Share of a step that is neither rollout nor train nor sync; what is given back after a sync is, beside the generation."""
+    spent = step["phase_seconds"]["rollout"] + step["phase_seconds"]["train"] + step["metrics"]["sync/seconds"]
+    return 100 * (1 - spent / step["seconds"])
 
 
 def _median(steps: list[dict[str, Any]], name: str) -> float:
