@@ -160,7 +160,7 @@ class Round:
         with self._giving_up():
             workers = next(iter(present.values())).workers
             limit = self.paces.join.limit
-            patience = limit + self.paces.bucket.most  # this round gives up before
+            patience = limit + self.paces.load.most  # this round gives up before
             self.group = Group(self.number, tuple(self.engines), workers, self.world.address, patience)
             self._meet(self.group, limit)
         return self.group
