@@ -7,7 +7,6 @@ once for each engine tensor. Here a bucket is one copy and a check one question.
 import os
 from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -70,7 +69,9 @@ def _receive(self: Any, names: list[str], dtypes: list[str], shapes: list[list[i
 def _broadcasts(buckets: list[Bucket], group: Any, device: str) -> Iterator[tuple[Bucket, Tensor]]:
     """Each with its bytes; the next one is on its way before this one is used."""
     started = (_start(bucket, group, device) for bucket in buckets)
-    for (bucket, flat, work), _ in pairwise(chain(started, [None])):
+    coming = next(started, None)
+    while coming:
+        (bucket, flat, work), coming = coming, next(started, None)
         work.wait()
         yield bucket, flat
 
