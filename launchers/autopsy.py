@@ -22,7 +22,7 @@ def close(paths: RunPaths, attempt: int, seen: Evidence) -> None:
     found = verdict.read(paths, attempt)
     if found and evidence.collateral(found, seen):
         _put_aside(paths, attempt, "collateral")
-        found = None
+        seen, found = evidence.of_others(found, seen), None
     if found is None:
         if paths.verdict(attempt).exists():
             _put_aside(paths, attempt, "unreadable")
@@ -60,6 +60,7 @@ def seen_now(paths: RunPaths, attempt: int, code: int, signal: str) -> Evidence:
     log, hosts = paths.launcher_log(attempt), paths.hosts(attempt)
     names = hosts.read_text(encoding="utf-8").split() if hosts.exists() else []
     said = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+    notes = paths.ends(attempt).read_text(encoding="utf-8") if paths.ends(attempt).exists() else ""
     start = started(paths, attempt)
     ended = end_of_job(paths, start) or "CANCELLED"  # to stop too early can be mended
     return Evidence(
@@ -67,7 +68,7 @@ def seen_now(paths: RunPaths, attempt: int, code: int, signal: str) -> Evidence:
         prepared=log.exists(),
         job_state=ended if signal == "TERM" else job.state,
         bad_nodes=controller.bad_nodes(",".join(start.get("nodes") or job.nodes)),  # a job that waits again has none
-        losses=evidence.losses(said, names, slurm.train.ranks),
+        losses=evidence.losses(said, names, slurm.train.ranks, notes),
         left=evidence.left(said),
         heartbeats=evidence.heartbeats(paths.folder, attempt),
         near_limit=time.time() > job.end - slurm.warning_seconds - WARNING_EARLY_SECONDS,

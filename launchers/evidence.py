@@ -1,14 +1,14 @@
 """What is left of an attempt whose ranks wrote no verdict, and the likeliest verdict from it: a pure function.
 
 srun loses the exit code of a rank that died in a heterogeneous step (it returns 137 or 143), so its words, the heartbeats and
-the state of the job and of its nodes have to do.
+the state of the job and of its nodes have to do. mpiexec names any rank; there the shells of the ranks keep notes (`rank.sh`).
 """
 
 import json
 import re
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,17 @@ class Heartbeat:
     phase: str = ""
     step: int = -1
     time: float = 0.0
-    pid: int = 0
     peak_memory_mib: int = 0
 
 
 @dataclass(frozen=True)
 class Loss:
-    """One rank that ended badly, in the words of srun or mpiexec."""
+    """One rank that ended badly."""
 
     rank: int
-    """-1: mpiexec named a process, not a rank."""
     reason: str
     signal: int = 0
     exit_code: int = 0
-    pid: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,9 +94,14 @@ def refine(found: Verdict, seen: Evidence) -> dict[str, str]:
 def collateral(found: Verdict, seen: Evidence) -> bool:
     """True where another rank was lost, which is to be named: this one failed in a collective with it, or failed or left after
     TERM because srun ended the step."""
-    another = any(loss.rank != found.rank and _by_itself(loss) for loss in seen.losses)
     ended = found.kind == "preempted" and (bool(found.error) or found.signal == signal.SIGTERM)
+    another = any(map(_by_itself, of_others(found, seen).losses))
     return (ended or found.kind == "peer_lost") and another and _of_allocation(seen) is None
+
+
+def of_others(found: Verdict, seen: Evidence) -> Evidence:
+    """What is left to judge by once the rank of a verdict is known not to have been the first."""
+    return replace(seen, losses=tuple(loss for loss in seen.losses if loss.rank != found.rank))
 
 
 def _by_itself(loss: Loss) -> bool:
@@ -127,7 +129,7 @@ def _of_ranks(seen: Evidence) -> Verdict:
     """The rank that was lost first, and what it last said."""
     loss = seen.losses[0] if seen.losses else None
     silent = min(seen.heartbeats, key=lambda h: h.time, default=None)
-    beat = next((h for h in seen.heartbeats if loss and (h.rank == loss.rank or h.pid == loss.pid)), None if loss else silent)
+    beat = next((h for h in seen.heartbeats if loss and h.rank == loss.rank), None if loss else silent)
     memory = seen.job_state == "OUT_OF_MEMORY" or (loss is not None and "memory" in loss.reason.lower())
     return Verdict(
         kind="out_of_memory" if memory else "rank_died",
@@ -153,9 +155,6 @@ def _sentence(seen: Evidence, loss: Loss | None) -> str:
 _SRUN = re.compile(r"srun: error: (\S+): tasks? (\d+)[^:]*: (.+)")
 # srun: First task exited 60s ago      (with code 0: srun --wait)
 _LEFT = re.compile(r"^srun: First task exited \d+s ago", re.MULTILINE)
-# =   RANK 1 PID 4711 RUNNING AT localhost      (or without the rank)
-# =   EXIT CODE: 9                              (of a signal: its number)
-_MPIEXEC = re.compile(r"=\s+(?:RANK (\d+) )?PID (\d+) RUNNING AT \S+\s+=\s+(?:EXIT CODE|KILLED BY SIGNAL): (\d+)")
 _SIGNALS = {
     "Killed": 9,
     "Terminated": 15,
@@ -166,18 +165,20 @@ _SIGNALS = {
 }
 
 
-def losses(launcher_log: str, hosts: Sequence[str] = (), first_rollout: int = 0) -> tuple[Loss, ...]:
+def losses(launcher_log: str, hosts: Sequence[str] = (), first_rollout: int = 0, ends: str = "") -> tuple[Loss, ...]:
     """Ranks that ended badly, first one first; ranks that were only ended along with it come last.
 
     Args:
-        launcher_log: what srun or mpiexec said.
+        launcher_log: what srun said.
         hosts: node of every rank.
         first_rollout: first rank of the second component.
+        ends: what `rank.sh` noted without Slurm.
     """
     launcher_log = _LEFT.split(launcher_log)[0]  # what follows is srun's own doing
     names = ((node, int(task), reason.strip()) for node, task, reason in _SRUN.findall(launcher_log))
     found = [_of_srun(_rank(node, task, hosts, first_rollout), reason) for node, task, reason in names]
-    found += [_of_mpiexec(*match) for match in _MPIEXEC.findall(launcher_log)]
+    noted = ([int(word) for word in line.split()] for line in ends.splitlines())
+    found += [_noted(rank, code) for rank, code in noted if code]
     return tuple(sorted(found, key=lambda loss: loss.signal == signal.SIGTERM))
 
 
@@ -198,9 +199,9 @@ def _of_srun(rank: int, reason: str) -> Loss:
     return Loss(rank, reason, number, int(code[1]) if code else 0)
 
 
-def _of_mpiexec(rank: str, pid: str, code: str) -> Loss:
-    number = int(code) if int(code) in _SIGNALS.values() else 0
-    return Loss(int(rank or -1), f"killed by signal {code}" if number else f"exit code {code}", number, int(code), int(pid))
+def _noted(rank: int, code: int) -> Loss:
+    number = max(0, code - 128)  # as a shell counts
+    return Loss(rank, f"killed by signal {number}" if number else f"exit code {code}", number, code)
 
 
 # The batch step's last words, written as TERM is sent: *** JOB 16 ON t0 CANCELLED AT 2026-11-29T16:29:37 DUE TO TIME LIMIT ***

@@ -7,6 +7,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from miles_hpc.paths import RunPaths
 from miles_hpc.watch import Limits, Watch
 from miles_hpc.watchdog import Watchdog
 from miles_hpc.world import World, connect
+
+BEREFT_SECONDS = 5.0
+"""How long a rank that lost another leaves it to the launcher to end the world."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -108,6 +112,15 @@ def _fail(error: BaseException, paths: RunPaths, attempt: int, heartbeat: Heartb
     verdicts.write(paths, attempt, **fields)
     sys.stdout.flush()
     sys.stderr.flush()
+    if fields["kind"] == "peer_lost":
+        _leave_it_to_the_launcher()
+
+
+def _leave_it_to_the_launcher() -> None:
+    """It ends the world once it knows which rank was lost; were this one to end before, it might be blamed itself."""
+    end = time.monotonic() + BEREFT_SECONDS
+    while time.monotonic() < end and signals.noted() != signal.SIGTERM:
+        time.sleep(0.05)
 
 
 def _end(world: list[World]) -> None:

@@ -7,6 +7,7 @@
          checkpoints/step-SSSSSS/  export/  model/  tensorboard/{train,rollout}/  heartbeat/
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -88,6 +89,10 @@ class RunPaths:
         """What srun or mpiexec said about the ranks."""
         return self.attempt(attempt) / "launcher.log"
 
+    def ends(self, attempt: int) -> Path:
+        """Without Slurm: rank and exit code of every rank that has ended, one a line, in that order."""
+        return self.attempt(attempt) / "ends"
+
     def hosts(self, attempt: int) -> Path:
         """Node of every rank, one a line."""
         return self.attempt(attempt) / "hosts"
@@ -122,6 +127,10 @@ class RunPaths:
         """Shards of one step."""
         return self.samples / f"step-{step:06d}"
 
+    def sampled_steps(self) -> list[int]:
+        """Steps that have a folder of shards, ascending."""
+        return _steps(self.samples)
+
     def rollout_shard(self, step: int, rank: int, index: int) -> Path:
         """Whole groups of samples, written once."""
         return self.step_samples(step) / f"rollout-{rank:04d}-{index:03d}.h5"
@@ -142,6 +151,10 @@ class RunPaths:
     def checkpoint(self, step: int) -> Path:
         """The state after `step` steps."""
         return self.checkpoints / f"step-{step:06d}"
+
+    def saved_steps(self) -> list[int]:
+        """Steps of the checkpoints that exist, ascending; one that is being written has another name."""
+        return _steps(self.checkpoints)
 
     @property
     def export(self) -> Path:
@@ -164,3 +177,9 @@ class RunPaths:
     def heartbeat(self, rank: int) -> Path:
         """What a rank is doing, written anew every second (JSON)."""
         return self.folder / "heartbeat" / f"rank-{rank:04d}.json"
+
+
+def _steps(folder: Path) -> list[int]:
+    """Numbers of the folders `step-SSSSSS`; not of one that somebody has put aside as `step-SSSSSS.old`."""
+    found = (re.fullmatch(r"step-(\d{6})", path.name) for path in folder.glob("step-*"))
+    return sorted(int(name[1]) for name in found if name)

@@ -1,14 +1,25 @@
-"""Verdicts that nobody wrote. The texts of srun, slurmstepd and mpiexec are recorded from Slurm 22.05 and MPICH 5.0."""
+"""Verdicts that nobody wrote. The texts of srun and slurmstepd are recorded from Slurm 22.05."""
 
 import signal
 
 import pytest
 
-from miles_hpc.launchers.evidence import Evidence, Heartbeat, Loss, collateral, ended_by, judge, left, losses, refine
+from miles_hpc.launchers.evidence import (
+    Evidence,
+    Heartbeat,
+    Loss,
+    collateral,
+    ended_by,
+    judge,
+    left,
+    losses,
+    of_others,
+    refine,
+)
 from miles_hpc.launchers.verdict import Verdict
 
 BEATS = tuple(
-    Heartbeat(rank, role, "login", node, "generate", 4, 100.0 - rank, 4000 + rank)
+    Heartbeat(rank, role, "login", node, "generate", 4, 100.0 - rank)
     for rank, (role, node) in enumerate([("train", "t0"), ("train", "t1"), ("rollout", "r0"), ("rollout", "r1")])
 )
 HOSTS = ["t0", "t1", "r0", "r1"]
@@ -18,14 +29,6 @@ srun: launch/slurm: _step_signal: Terminating StepId=4.0
 slurmstepd-t0: error: *** STEP 4.0 ON t0 CANCELLED AT 2026-11-29T16:27:08 ***
 srun: error: t0: task 0: Terminated
 srun: error: t1: task 1: Terminated
-"""
-MPIEXEC = """\
-===================================================================================
-=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
-=   PID 4002 RUNNING AT localhost
-=   EXIT CODE: 9
-=   CLEANING UP REMAINING PROCESSES
-===================================================================================
 """
 
 
@@ -48,13 +51,14 @@ def test_several_tasks_on_one_node():
     assert losses("srun: error: n0: tasks 2-3: Exited with exit code 1\n")[0].rank == 2
 
 
-def test_mpiexec_names_a_process():
-    assert losses(MPIEXEC) == (Loss(-1, "killed by signal 9", 9, 9, 4002),)
+def test_without_slurm_the_ranks_notes_are_in_the_order_of_their_ends():
+    assert losses("", ends="2 137\n1 0\n0 1\n") == (Loss(2, "killed by signal 9", 9, 137), Loss(0, "exit code 1", 0, 1))
+    assert [loss.rank for loss in losses("", ends="1 143\n0 139\n")] == [0, 1]
 
 
-@pytest.mark.parametrize("said", [SRUN.replace("r1: task 1: Killed", "r0: task 0: Killed"), MPIEXEC])
-def test_a_killed_rank_is_named(said):
-    found = judge(Evidence(code=137, job_state="RUNNING", losses=losses(said, HOSTS, 2), heartbeats=BEATS))
+@pytest.mark.parametrize(("said", "notes"), [(SRUN.replace("r1: task 1: Killed", "r0: task 0: Killed"), ""), ("", "2 137\n")])
+def test_a_killed_rank_is_named(said, notes):
+    found = judge(Evidence(code=137, job_state="RUNNING", losses=losses(said, HOSTS, 2, notes), heartbeats=BEATS))
     assert (found.kind, found.rank, found.role, found.node, found.phase, found.step, found.signal) == (
         ("rank_died", 2, "rollout", "r0", "generate", 4, 9)
     )
@@ -89,6 +93,14 @@ def test_a_rank_that_left_because_another_died_does_not_say_why_the_attempt_ende
 def test_a_rank_whose_peer_was_lost_is_not_to_blame(lost, state, expected):
     found = Verdict(kind="peer_lost", rank=0, error="RuntimeError: Connection reset by peer")
     assert collateral(found, Evidence(code=1, job_state=state, losses=(lost,))) == expected
+
+
+def test_a_rank_that_ended_before_the_one_it_lost_was_noticed_is_not_taken_for_it():
+    found = Verdict(kind="peer_lost", rank=0, error="RuntimeError: Connection reset by peer")
+    lost = (Loss(0, "Exited with exit code 1", exit_code=1), Loss(1, "Killed", signal=9))
+    seen = Evidence(code=1, losses=lost, heartbeats=BEATS)
+    assert collateral(found, seen) and judge(of_others(found, seen)).rank == 1
+    assert not collateral(found, Evidence(code=1, losses=(Loss(0, "killed by signal 9", 9, 9),), heartbeats=BEATS))
 
 
 LEFT = """\

@@ -1,4 +1,5 @@
-"""lost.py ROLE SIZE FOLDER MODE: two training ranks meet in gloo; the second is `killed`, or comes `late`, in the second step.
+"""lost.py MODE --role ROLE --run FOLDER --attempt N --world-size SIZE: two training ranks meet in gloo; the second is `killed`,
+or comes `late`, in the second step.
 
 What ends a rank is handled as `miles_hpc.main` does it.
 """
@@ -34,18 +35,18 @@ def train(world: World, folder: Path, mode: str) -> None:
 
 
 def main() -> None:
-    role, size, name, mode = sys.argv[1:]
-    paths = RunPaths(Path(name))
-    rank = int(os.environ["PMI_RANK"])
-    heartbeat = Heartbeat(paths.heartbeat(rank), role, rank, 1)
-    world = connect(role, int(size), heartbeat.beat)
+    mode, *arguments = sys.argv[1:]
+    told = rank_main._parse(arguments)
+    paths, rank = RunPaths(told.run), int(os.environ["PMI_RANK"])
+    heartbeat = Heartbeat(paths.heartbeat(rank), told.role, rank, told.attempt)
+    world = connect(told.role, told.world_size, heartbeat.beat)
     heartbeat.enter("train", 3)
     try:
-        if role == "train":
+        if told.role == "train":
             train(world, paths.folder, mode)
         world.receive(7, 60, "a word that never comes")
     except BaseException as error:
-        rank_main._fail(error, paths, 1, heartbeat)
+        rank_main._fail(error, paths, told.attempt, heartbeat)
         rank_main._end([world])
 
 

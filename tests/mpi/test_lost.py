@@ -2,33 +2,42 @@
 
 import json
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from miles_hpc.launchers import autopsy, evidence, verdict
+from miles_hpc.launchers import autopsy, evidence, local, verdict
+from miles_hpc.launchers.script import RANK
 from miles_hpc.paths import RunPaths
 
 pytestmark = pytest.mark.mpi
 
 
-def closed(mpi, folder, mode):
-    """The verdict after the batch side has looked at what mpiexec said."""
-    done, paths = mpi("lost", mode, train=2, rollout=1), RunPaths(folder)
+def closed(folder, mode):
+    """The verdict after the batch side has looked at what `rank.sh` has noted."""
+    paths, program = RunPaths(folder), [sys.executable, Path(__file__).with_name("lost.py"), mode]
+    paths.attempt(1).mkdir(parents=True)
+    command = [local.mpiexec(sys.executable), "-launcher", "fork", "-hosts", "localhost"]
+    command += ["-n", "2", RANK, "train", folder, "3", *program, ":", "-n", "1", RANK, "rollout", folder, "3", *program]
+    environment = local.environment() | {"OMP_NUM_THREADS": "1", "MILES_ATTEMPT": "001"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
     assert done.returncode != 0
-    lost = evidence.losses(done.stdout + done.stderr)
+    notes = paths.ends(1).read_text() if paths.ends(1).exists() else ""  # none where a rank has ended all others at once
+    lost = evidence.losses(done.stderr, ends=notes)
     autopsy.close(paths, 1, evidence.Evidence(done.returncode, losses=lost, heartbeats=evidence.heartbeats(folder, 1)))
     return verdict.newest(paths), json.loads(paths.verdict(1).read_text())
 
 
-@pytest.mark.long  # on a busy machine mpiexec may name the other rank, which it has killed itself; srun names the right one
-def test_the_rank_that_was_killed_is_named_not_the_one_whose_collective_failed(mpi, tmp_path):
-    found, _ = closed(mpi, tmp_path, "killed")
+def test_the_rank_that_was_killed_is_named_not_the_one_whose_collective_failed(tmp_path):
+    found, _ = closed(tmp_path, "killed")
     assert (found.kind, found.rank, found.role, found.signal) == ("rank_died", 1, "train", signal.SIGKILL)
     assert (found.phase, found.step) == ("train", 3)
 
 
-def test_a_collective_whose_patience_ends_is_a_hang(mpi, tmp_path):
+def test_a_collective_whose_patience_ends_is_a_hang(tmp_path):
     """In a run the watchdog, which is less patient, has named the other rank long before."""
-    found, fields = closed(mpi, tmp_path, "late")
+    found, fields = closed(tmp_path, "late")
     assert (found.kind, found.rank) == ("hang", 0) and "Timed out waiting" in found.error
     assert {beat["rank"] for beat in fields["heartbeats"]} == {0, 1, 2}
