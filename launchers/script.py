@@ -116,7 +116,7 @@ def _rank(spec: JobSpec, component: Component) -> str:
 
 
 def _homogeneous_srun(spec: JobSpec, single: Component) -> str:
-    """One srun over one component; the hosts of the ranks are written by `batch begin`, since they differ by attempt."""
+    """One srun over one component; the hosts of the ranks are in a file, since they differ by attempt."""
     options = f"--nodes={single.nodes} --ntasks={spec.world_size} --cpus-per-task={single.cpus_per_rank} --cpu-bind=none"
     return (
         f'    SLURM_HOSTFILE="$RUN/attempts/$MILES_ATTEMPT/hosts" exec {_srun(spec)} \\\n'

@@ -71,25 +71,17 @@ class JobSpec:
         """MPI ranks of the job."""
         return self.train.ranks + self.rollout.ranks
 
-    def role_of(self, rank: int) -> str:
-        """`train` or `rollout`; training ranks come first."""
-        return "train" if rank < self.train.ranks else "rollout"
-
 
 def build(config: Config, site: Site, folder: Path) -> JobSpec:
     """The job of a resolved configuration at a site.
 
     Raises:
-        UserError: a folder that Slurm would misread, or spare nodes in a homogeneous job.
+        UserError: a folder that Slurm would misread.
     """
     _check_folder(folder)
     slurm = config.slurm
     train = _component("train", slurm.train, site.train_partition)
     rollout = _component("rollout", config.rollout_component, site.rollout_partition)
-    single = _single(train, rollout, site, config.colocated)
-    if single and train.spares + rollout.spares:
-        hint = "set slurm.train.spares and slurm.rollout.spares to 0"
-        raise UserError("spare nodes need a heterogeneous job", where=f"site {site.name}", next_step=hint)
     return JobSpec(
         name=config.run.name,
         folder=folder,
@@ -102,7 +94,7 @@ def build(config: Config, site: Site, folder: Path) -> JobSpec:
         account=slurm.account,
         qos=slurm.qos,
         mpi=slurm.mpi or site.mpi,
-        single=single,
+        single=_single(train, rollout, site, config.colocated),
         setup=(*site.setup, *slurm.setup),
         environment=tuple(_environment(train, rollout, site)),
         srun_options=tuple(site.srun_options),
@@ -129,7 +121,7 @@ def _homogeneous(a: Component, b: Component, site: Site) -> Component:
     return Component(
         role="all",
         nodes=a.nodes + b.nodes,
-        spares=0,
+        spares=a.spares + b.spares,
         ranks_per_node=ranks,
         cpus_per_rank=-(-cores // ranks),
         gpus_per_node=max(a.gpus_per_node, b.gpus_per_node),

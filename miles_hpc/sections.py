@@ -13,14 +13,20 @@ RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 Edge = Annotated[str, StringConstraints(pattern=EDGE)]
 PositiveInt = Annotated[int, Field(ge=1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
+ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
+"""Of models that can be trained and served, as their config.json names them."""
 Scalar = bool | int | float | str | list[bool | int | float | str]
 
 
 class Section(BaseModel):
+    """A section: frozen, of strict types, without keys that nobody knows."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True, allow_inf_nan=False)
 
 
 class Run(Section):
+    """The run as a whole."""
+
     name: Annotated[str, StringConstraints(pattern=RUN_NAME, max_length=100)]
     """Name of the run; letters, digits, `.`, `_`, `-`."""
     steps: Annotated[int, Field(ge=1, le=999_999)]
@@ -38,6 +44,8 @@ class Run(Section):
 
 
 class Model(Section):
+    """The policy."""
+
     path: str = ""
     """Folder of a Hugging Face checkpoint (Qwen3, Qwen3-MoE, Llama); relative to the TOML file."""
     source: Edge | Literal[""] = ""
@@ -55,6 +63,8 @@ class Model(Section):
 
 
 class Data(Section):
+    """Prompts and their columns."""
+
     prompts: Annotated[str, StringConstraints(min_length=1)]
     """Training prompts: a .jsonl or .parquet file (relative to the TOML file), or an edge `module:function`."""
     eval: str = ""
@@ -70,6 +80,8 @@ class Data(Section):
 
 
 class RewardPart(Section):
+    """One of several rewards."""
+
     name: Name
     """Name in logs and sample files."""
     function: Edge
@@ -81,6 +93,8 @@ class RewardPart(Section):
 
 
 class Filter(Section):
+    """One filter of groups."""
+
     function: Edge
     """Function `(samples: list[Sample], **options) -> str`: empty to keep the group, else the reason, which is counted."""
     options: dict[str, Scalar] = {}
@@ -88,6 +102,8 @@ class Filter(Section):
 
 
 class Rollout(Section):
+    """Generation, rewards and engines."""
+
     prompts_per_step: PositiveInt
     """Prompts (groups) per step."""
     samples_per_prompt: PositiveInt
@@ -95,9 +111,9 @@ class Rollout(Section):
     max_new_tokens: PositiveInt
     """Longest answer in tokens."""
     generate: Edge | Literal[""] = ""
-    """Coroutine function `(sample: Sample, engine: Voice) -> Sample` for several turns and tools; empty: one answer."""
+    """Coroutine function `(sample: Sample, engine: SampleClient) -> Sample` for several turns and tools; empty: one answer."""
     function: Edge | Literal[""] = ""
-    """Instead: async generator function `(groups: list[list[Sample]], engine: Choir)` that answers an engine's whole share."""
+    """Instead: async generator function `(groups: list[list[Sample]], engine: GroupClient)` for an engine's whole share."""
     reward: Edge | Literal[""] = ""
     """Function `(prompt, answer, label, metadata) -> float` or `-> dict` with a key `reward`."""
     rewards: list[RewardPart] = []
@@ -137,6 +153,8 @@ AdvantageName = Literal["group_std", "group_mean", "rloo", "reinforce_pp", "rein
 
 
 class Train(Section):
+    """Objective, optimizer and how the model is split over ranks."""
+
     lr: Annotated[float, Field(ge=0)]
     """Peak learning rate; 0 freezes the policy."""
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
@@ -208,6 +226,8 @@ class Train(Section):
 
 
 class WarmStart(Section):
+    """The supervised phase before the first rollout."""
+
     data: Edge
     """Function `(seed: int, count: int) -> list[tuple[str, str]]`: prompts and demonstrated answers."""
     steps: PositiveInt
@@ -219,6 +239,8 @@ class WarmStart(Section):
 
 
 class Eval(Section):
+    """Held-out evaluations; greedy answers."""
+
     every_steps: Annotated[int, Field(ge=0)] = 0
     """Evaluate every n steps besides before the first and after the last; 0: only these two."""
     prompts: PositiveInt = 256
@@ -226,6 +248,8 @@ class Eval(Section):
 
 
 class Checkpoint(Section):
+    """When the run is saved, and what is kept."""
+
     every_steps: PositiveInt = 10
     """Save every n steps, and after the last."""
     keep: PositiveInt = 2
@@ -239,10 +263,12 @@ class Checkpoint(Section):
 
 
 class Component(Section):
+    """Nodes of one role."""
+
     nodes: PositiveInt = 1
     """Nodes."""
     spares: Annotated[int, Field(ge=0)] = 0
-    """Further nodes of a heterogeneous job that stand by: the next attempt uses one in place of a bad node."""
+    """Further nodes that stand by: the next attempt uses one in place of a bad node."""
     ranks_per_node: PositiveInt = 1
     """MPI ranks per node: one per GPU in training, one per engine in rollout."""
     gpus_per_node: Annotated[int, Field(ge=0)] = 0
@@ -260,10 +286,13 @@ class Component(Section):
 
     @property
     def ranks(self) -> int:
+        """MPI ranks of all nodes, spare ones aside."""
         return self.nodes * self.ranks_per_node
 
 
 class Slurm(Section):
+    """The job."""
+
     site: str = ""
     """Site profile (a name from `slurm/sites` or a TOML file); empty: found by cluster name."""
     time_minutes: PositiveInt = 60
@@ -277,7 +306,7 @@ class Slurm(Section):
     warning_seconds: PositiveInt = 120
     """Seconds before the time limit at which ranks get USR2, save and end, if need be within a step; up to a minute early."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Attempts after the first before the run stops."""
+    """Faults that are followed by another attempt; a time limit, a preemption or a lost node is none."""
     failure_policy: Edge | Literal[""] = ""
     """Function `(situation: Situation, default: str) -> str`: what follows a failed attempt: restart, requeue or stop."""
     setup: list[str] = []
@@ -288,4 +317,4 @@ class Slurm(Section):
 
 def is_edge(text: str) -> bool:
     """True for `module:function`."""
-    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text) is not None
+    return re.fullmatch(EDGE, text) is not None

@@ -101,8 +101,8 @@ def test_spares_are_allocated_and_the_step_names_the_nodes_it_uses(launch_config
     text = script.text(job(changed))
     assert "#SBATCH --nodes=3\n" in text.split("hetjob")[1]
     assert '--nodes=2 --ntasks=2 --cpus-per-task=4 --nodelist="$(cat "$RUN/attempts/$MILES_ATTEMPT/rollout.nodes")"' in text
-    with pytest.raises(UserError, match="spare nodes"):
-        job(changed, het=False)
+    lines = script.text(job(changed, het=False))
+    assert "#SBATCH --nodes=5\n" in lines and "--distribution=arbitrary --nodes=4 --ntasks=6" in lines
 
 
 def test_nodes_to_be_avoided_are_excluded_in_both_components(launch_config):

@@ -46,12 +46,12 @@ def gone(run: Path, since: float, seconds: float) -> float:
 
 @pytest.fixture
 def gpu_trouble(tmp_path: Path, slurm) -> str:
-    """A line of the setup: an nvidia-smi that finds errors on r0, and no fault on other nodes."""
+    """A line of the setup: an nvidia-smi that finds errors on r0, or on BROKEN, and no fault on other nodes."""
     folder = tmp_path / "bin"
     folder.mkdir()
     program = folder / "nvidia-smi"
     program.write_text(
-        '#!/bin/bash\nfor gpu in 0 1; do echo "$gpu, $([ "$SLURMD_NODENAME" = r0 ] && echo 7 || echo 0)"; done\n'
+        '#!/bin/bash\nfor gpu in 0 1; do echo "$gpu, $([ "$SLURMD_NODENAME" = "${BROKEN:-r0}" ] && echo 7 || echo 0)"; done\n'
     )
     program.chmod(0o755)
     return f"export PATH={folder}:$PATH"
@@ -86,10 +86,20 @@ def test_a_node_with_damaged_gpus_is_found_before_any_rank_starts(submit, ended,
     assert "r0" in capsys.readouterr().out
 
 
-def test_with_a_spare_the_damaged_node_costs_nothing(submit, ended, gpu_trouble):
-    run = submit("done", *SMALL, "slurm.rollout.spares=1", f"slurm.setup={json.dumps([gpu_trouble])}")
-    assert (ended(run).word, state.state_of(run).attempt, hosts(run, 1)) == ("done", 1, ["t0", "r1"])
-    assert "health: r0 GPU 0: 7 uncorrected ECC errors" in RunPaths(run).job_log.read_text()
+@pytest.mark.parametrize(
+    ("spares", "broken", "used"),
+    [
+        (["slurm.rollout.spares=1"], "r0", ["t0", "r1"]),
+        (["slurm.train.spares=1", "run.placement=colocate"], "t0", ["t1", "t1"]),
+    ],
+    ids=["two components", "one"],
+)
+def test_with_a_spare_the_damaged_node_costs_nothing(submit, ended, gpu_trouble, spares, broken, used):
+    run = submit("done", *SMALL, *spares, f"slurm.setup={json.dumps([gpu_trouble, f'export BROKEN={broken}'])}")
+    assert (ended(run).word, state.state_of(run).attempt, hosts(run, 1)) == ("done", 1, used)
+    world = json.loads((RunPaths(run).attempt(1) / "world.json").read_text())
+    assert [(role, node) for _, role, node in world] == [("train", used[0]), ("rollout", used[1])]
+    assert f"health: {broken} GPU 0: 7 uncorrected ECC errors" in RunPaths(run).job_log.read_text()
 
 
 def test_where_no_other_node_is_left_the_run_stops_and_says_why(submit, ended, gpu_trouble):
