@@ -5,8 +5,9 @@ for bit (docs/numerics.md). Up to a segment of keys SGLang calls the same librar
 segments on both sides (`segments`).
 """
 
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,29 +23,29 @@ def usable(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (8, 9)
 
 
-def varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bounds: Tensor,
-    longest: int,
-    scale: float,
-    repeatable: bool = True,
-    plan: Plan | None = None,
-) -> Tensor:
+class Sequences(NamedTuple):
+    """Whole sequences, one after the other."""
+
+    bounds: Tensor
+    """[sequences + 1] int32, first token of each."""
+    longest: int
+    """Tokens of the longest."""
+    plan: Plan | None = None
+    """Of the same sequences, if the forward is to be in segments; slots are tokens of the pack."""
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, repeatable: bool = True) -> Tensor:
     """[t, heads, d], [t, groups, d] twice -> [t, heads, d]; bfloat16.
 
     Args:
         q: queries.
         k: keys.
         v: values.
-        bounds: [sequences + 1] int32, first token of each sequence.
-        longest: longest sequence.
+        sequences: that the tokens are of.
         scale: of the scores.
         repeatable: gradients are the same bits every time; the backward then takes twice as long.
-        plan: of the same sequences, if the forward is to be in segments; slots are tokens of the pack.
     """
-    return _Varlen.apply(q, k, v, bounds, longest, scale, repeatable, plan)
+    return _Varlen.apply(q, k, v, sequences, scale, repeatable)
 
 
 def paged(q: Tensor, keys: Tensor, values: Tensor, plan: Plan, scale: float) -> Tensor:
@@ -162,20 +163,11 @@ def _before(q: Tensor, keys: Tensor, values: Tensor, plan: Plan, scale: float, o
 
 class _Varlen(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bounds: Tensor,
-        longest: int,
-        scale: float,
-        repeatable: bool,
-        plan: Plan | None,
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scale: float, repeatable: bool) -> Tensor:
         from sgl_kernel.flash_attn import flash_attn_varlen_func
 
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        bounds, longest, plan = sequences
         own, most = (plan.own.bounds, plan.own.longest) if plan else (bounds, longest)
         most = _most(most, q.shape[-1])
         out, log_sum, *_ = flash_attn_varlen_func(
@@ -219,18 +211,18 @@ class _Varlen(torch.autograd.Function):
                 unused,
                 scale=ctx.scale,
             )
-        return dq, dk, dv, None, None, None, None, None
+        return dq, dk, dv, None, None, None
 
 
-class _deterministic:
+@contextmanager
+def _deterministic() -> Iterator[None]:
     """torch's deterministic mode, in which dq does not depend on timing; with `warn_only` aten would stay with its usual one.
 
     Around this call alone: for cuBLAS torch wants other workspace settings with it, and products are repeatable without any.
     """
-
-    def __enter__(self) -> None:
-        self.before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(True)
-
-    def __exit__(self, *error: Any) -> None:
-        torch.use_deterministic_algorithms(self.before[0], warn_only=self.before[1])
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])

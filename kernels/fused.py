@@ -255,20 +255,11 @@ def _softmax_backward(logits, own, temperature, log_sum, entropy, grad, entropy_
     tl.store(out + row * n + at, (value / heat).to(out.dtype.element_ty), mask=at < n)
 
 
-def softmax_backward(
-    logits: Tensor,
-    own: Tensor,
-    temperature: Tensor,
-    log_sum: Tensor,
-    entropy: Tensor,
-    grad: Tensor,
-    entropy_grad: Tensor,
-    kind: torch.dtype,
-) -> Tensor:
-    """See `logprob._backward`; [t, n] float32 -> [t, n]."""
-    rows, n = logits.shape
+def softmax_backward(logits: Tensor, rows: tuple[Tensor, ...], kind: torch.dtype) -> Tensor:
+    """See `logprob._backward`; [t, n] float32 and `logprob.Rows` -> [t, n]."""
+    count, n = logits.shape
     out = torch.empty_like(logits, dtype=kind)
-    if rows:
-        vectors = (own.contiguous(), temperature, log_sum, entropy, grad.contiguous(), entropy_grad.contiguous())
-        _softmax_backward[(rows, triton.cdiv(n, 1024))](logits, *vectors, out, n, CHUNK=1024, num_warps=WARPS)
+    if count:
+        vectors = (vector.contiguous() for vector in rows)
+        _softmax_backward[(count, triton.cdiv(n, 1024))](logits, *vectors, out, n, CHUNK=1024, num_warps=WARPS)
     return out

@@ -48,18 +48,14 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """In the type of the result, then in those of the arguments."""
         x, weight = ctx.saved_tensors
-        return product(dy, weight.t()), dy.t() @ x
+        dx, dweight = product(dy, weight.to(dy.dtype).t()), dy.t() @ x.to(dy.dtype)
+        return dx.to(x.dtype), dweight.to(weight.dtype)
 
 
-class _LinearFloat(torch.autograd.Function):
+class _LinearFloat(_Linear):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return product_float(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        dx, dweight = product(dy, weight.float().t()), dy.t() @ x.float()
-        return dx.to(x.dtype), dweight.to(weight.dtype)

@@ -139,32 +139,42 @@ class _LogProbs(torch.autograd.Function):
         for start in range(0, len(weight), columns):
             part = weight[start : start + columns]
             logits = product_float(hidden, part)
-            dlogits = _backward(logits, own - start, temperature, log_sum, entropy, grad, entropy_grad, weight.dtype)
+            rows = Rows(own - start, temperature, log_sum, entropy, grad, entropy_grad)
+            dlogits = _backward(logits, rows, weight.dtype)
             torch.mm(dlogits.t(), hidden, out=dweight[start : start + columns])
             dhidden += product_float(dlogits, part.t())
         return dhidden.to(hidden.dtype), dweight, None, None, None
 
 
-def _backward(
-    logits: Tensor,
-    own: Tensor,
-    temperature: Tensor,
-    log_sum: Tensor,
-    entropy: Tensor,
-    grad: Tensor,
-    entropy_grad: Tensor,
-    kind: torch.dtype,
-) -> Tensor:
-    """Gradient, of type `kind`, of logits [tokens, some of the vocabulary]; `own` counts from the first of these.
+class Rows(NamedTuple):
+    """What the gradient of a row of logits depends on; [tokens] each, but for the temperature."""
+
+    own: Tensor
+    """int64, the target, counted from the first of these logits."""
+    temperature: Tensor
+    """[1] float32."""
+    log_sum: Tensor
+    """float32, log of the sum of exp(z) over the whole vocabulary."""
+    entropy: Tensor
+    """float32."""
+    grad: Tensor
+    """float32, of the log-prob."""
+    entropy_grad: Tensor
+    """float32, of the entropy."""
+
+
+def _backward(logits: Tensor, rows: Rows, kind: torch.dtype) -> Tensor:
+    """Gradient, of type `kind`, of logits [tokens, some of the vocabulary].
 
     With z = logits / temperature and p = exp(z - log_sum): d log p_i / dz_j = [i = j] - p_j, dH / dz_j = -p_j (log p_j + H).
     """
     if logits.is_cuda:
         from miles_hpc.kernels import fused
 
-        return fused.softmax_backward(logits, own, temperature, log_sum, entropy, grad, entropy_grad, kind)
+        return fused.softmax_backward(logits, rows, kind)
+    own, temperature, log_sum, entropy, grad, entropy_grad = rows
     log_p = logits / temperature - log_sum[:, None]
     d = -log_p.exp() * (grad[:, None] + entropy_grad[:, None] * (log_p + entropy[:, None]))
-    rows = torch.nonzero((own >= 0) & (own < logits.shape[-1]))[:, 0]
-    d[rows, own[rows]] += grad[rows]
+    here = torch.nonzero((own >= 0) & (own < logits.shape[-1]))[:, 0]
+    d[here, own[here]] += grad[here]
     return (d / temperature).to(kind)

@@ -12,9 +12,9 @@ ROWS = 32
 """On a CPU every matrix product has a multiple of this many rows."""
 
 
-def pad_rows(x: Tensor, multiple: int = ROWS) -> Tensor:
-    """[t, ...] filled up with zero rows to a multiple of `multiple`."""
-    missing = -len(x) % multiple
+def pad_rows(x: Tensor) -> Tensor:
+    """[t, ...] filled up with zero rows to a multiple of ROWS."""
+    missing = -len(x) % ROWS
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
 
 

@@ -98,7 +98,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> None:
     starts = np.cumsum(lengths) - lengths
     table = torch.from_numpy(starts[:, None] + np.arange(max(LENGTHS))).to(q.device).clamp(max=len(q) - 1).int()
     bounds = torch.from_numpy(np.append(starts, len(q))).to(q.device, torch.int32)
-    whole = flash.varlen(q, k, v, bounds, max(LENGTHS), scale, plan=plan(0 * lengths, lengths, table))
+    whole = flash.varlen(q, k, v, flash.Sequences(bounds, max(LENGTHS), plan(0 * lengths, lengths, table)), scale)
     first = lengths * 2 // 3
     rows = np.concatenate([np.arange(s + f, s + n) for s, f, n in zip(starts, first, lengths, strict=True)])
     chunks = flash.paged(q[rows], k, v, plan(first, lengths - first, table), scale)

@@ -146,13 +146,7 @@ def completed_steps(paths: RunPaths) -> int:
     """Steps done so far, by events or checkpoints, whichever knows of more; -1: not even the first weights are saved."""
     events, _ = history.lines(paths.events)
     done = [e["step"] + 1 for e in events if e.get("event") == "step"]
-    return max([newest_checkpoint(paths), *done])
-
-
-def newest_checkpoint(paths: RunPaths) -> int:
-    """Step of the newest complete checkpoint; -1: none. An unfinished one has another name."""
-    names = (p.name.removeprefix("step-") for p in paths.checkpoints.glob("step-*"))
-    return max((int(name) for name in names if name.isdigit()), default=-1)
+    return max([-1, *paths.saved_steps(), *done])
 
 
 def _say(paths: RunPaths, attempt: int, action: str) -> None:

@@ -39,7 +39,7 @@ class Target:
     cuda: str
 
     def check(self, pins: dict[str, str]) -> None:
-        """Raises: UserError if the pins are for another Python, torch or CUDA."""
+        """Compare with the pins. Raises: UserError if they are for another Python, torch or CUDA."""
         if self.python not in ("3.11", "3.12"):
             raise UserError(f"--python {self.python}: the pins are for 3.11 and 3.12")
         for name, wanted, pin in (("torch", self.torch, pins["torch"]), ("cuda", self.cuda, pins["cuda-toolkit"])):
@@ -127,7 +127,7 @@ def _wanted(name: str, with_torch: bool) -> bool:
 
 
 def _pip(*arguments: object) -> str:
-    """Raises: SiteError with what pip says."""
+    """What pip prints. Raises: SiteError with what it complains of."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments), "--quiet"]
     result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if result.returncode:

@@ -34,6 +34,7 @@ esac
 for i in $${CUDA_VISIBLE_DEVICES//,/ }; do seen+=,$${own[i]}; done
 echo "export CUDA_VISIBLE_DEVICES=$${seen:1}"
 """)
+READY_SECONDS = 30.0
 FOLDERS = ("etc", "run", "log", "state", "spool", "tmp")
 
 
@@ -251,8 +252,8 @@ class Cluster:
         }
         return ["--force", "--num-threads=2", *(f"--{key}={file}" for key, file in files.items())]
 
-    def _wait_ready(self, settings: Settings, timeout_seconds: float = 30.0) -> None:
-        deadline = time.monotonic() + timeout_seconds
+    def _wait_ready(self, settings: Settings) -> None:
+        deadline = time.monotonic() + READY_SECONDS
         while time.monotonic() < deadline:
             ready = self.say("sinfo", "--noheader", "--Node", "--states=idle,mix,alloc", "--format=%N", timeout=3)
             if len(set(ready.split())) == len(settings.nodes):

@@ -26,9 +26,7 @@ class Partition:
     name: str
     default: bool
     nodes: int
-    """All of its nodes."""
-    usable: int
-    """Without those that are down or drained."""
+    """All of its nodes, also those that are down or drained."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +97,8 @@ def partitions() -> dict[str, Partition]:
     found = {}
     for line in _ask("sinfo", "--noheader", "--format=%P %F").splitlines():
         name, counts = line.split()
-        _, _, other, total = (_number(c) for c in counts.split("/"))
         plain = name.rstrip("*")
-        found[plain] = Partition(plain, name.endswith("*"), total, total - other)
+        found[plain] = Partition(plain, name.endswith("*"), _number(counts.split("/")[-1]))
     return found
 
 
@@ -178,9 +175,8 @@ def cancel(job_id: str) -> None:
     Raises:
         SiteError: Slurm says no.
     """
-    result = subprocess.run(["scancel", job_id], capture_output=True, text=True)
-    if result.returncode:
-        raise SiteError(f"scancel {job_id}: {result.stderr.strip()}")
+    if problem := order("scancel", job_id):
+        raise SiteError(f"the job was not cancelled: {problem}", where=f"scancel {job_id}", next_step="squeue --me, then again")
 
 
 def _ask(*command: str) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from miles_hpc.errors import SiteError
 
+GRACE_SECONDS = 10.0
+
 
 @dataclass(frozen=True)
 class Daemon:
@@ -55,10 +57,10 @@ class Daemon:
         text = "\n".join(f"    {line}" for line in [*said.strip().splitlines()[-4:], *lines])
         return SiteError(f"{self.name} did not start; the end of its log:\n{text}", where=str(self.log))
 
-    def stop(self, grace_seconds: float = 10.0) -> None:
-        """TERM, then KILL after `grace_seconds`; nothing where it does not run."""
+    def stop(self) -> None:
+        """TERM, then KILL after GRACE_SECONDS; nothing where it does not run."""
         if pid := self.pid:
-            end(pid, self.program, grace_seconds)
+            end(pid, self.program, GRACE_SECONDS)
         self.pid_file.unlink(missing_ok=True)
 
 

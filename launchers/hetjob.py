@@ -45,7 +45,8 @@ class HetExecutor(SlurmExecutor):
             with contextlib.redirect_stderr(io.StringIO()):  # CommandFunction also prints what it raises
                 said = CommandFunction(self._make_submission_command(paths.script), verbose=False)()
         except FailedJobError as error:
-            raise SiteError(f"sbatch refused the job: {error}", where=str(paths.script)) from None
+            hint = "miles-submit plan FILE shows the script; account, qos, partition and time are keys of [slurm]"
+            raise SiteError(f"sbatch refused the job: {error}", where=str(paths.script), next_step=hint) from None
         return self.job_class(self.folder, self._get_job_id_from_submission_command(said))
 
     def _num_tasks(self) -> int:

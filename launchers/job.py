@@ -1,5 +1,6 @@
 """The handle of a submitted run: submitit's job, made to see a heterogeneous job as one and to work without accounting."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -51,5 +52,6 @@ class HetJob(SlurmJob[Verdict]):
         """
         self.wait()
         if (found := verdict.newest(RunPaths(self.paths.folder))) is None:
-            raise Fault(f"job {self.job_id} ended ({self.state}) without a verdict", where=str(self.paths.folder))
+            folder, what = self.paths.folder, f"job {self.job_id} ended ({self.state}) without a verdict"
+            raise Fault(what, where=str(folder), next_step=f"miles-submit logs {shlex.quote(str(folder))} --role job")
         return [found]

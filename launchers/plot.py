@@ -9,7 +9,7 @@ from pathlib import Path
 from miles_hpc.errors import MilesError, UserError
 from miles_hpc.launchers import history
 from miles_hpc.launchers.history import History
-from miles_hpc.launchers.report import PHASES
+from miles_hpc.metrics import PHASES
 from miles_hpc.paths import RunPaths
 
 FILE = "report.png"

@@ -17,9 +17,9 @@ from miles_hpc import config as configuration
 from miles_hpc.config import Config
 from miles_hpc.launchers import history
 from miles_hpc.launchers.history import History, Line
+from miles_hpc.metrics import PHASES
 from miles_hpc.paths import RunPaths
 
-PHASES = ("rollout", "reward", "train", "sync", "swap", "checkpoint", "wait")
 MEANS = ("logp_abs_diff_mean", "rollout_kl_k1", "rollout_kl_k3", "ratio_outside", "routing_mismatch")
 """Figures of the trainer whose mean over steps is reported."""
 WINDOW = 5
@@ -232,7 +232,7 @@ def _places(paths: RunPaths) -> list[str]:
     run = shlex.quote(str(paths.folder))
     attempts = paths.attempt_numbers()
     logs = paths.attempt(attempts[-1]) if attempts else paths.job_log
-    saved = sorted(p.name for p in paths.checkpoints.glob("step-*")) if paths.checkpoints.is_dir() else []
+    saved = [paths.checkpoint(step).name for step in paths.saved_steps()]
     return [
         f"logs         {logs}",
         f"checkpoints  {paths.checkpoints} ({', '.join(saved) or 'none yet'})",

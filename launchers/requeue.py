@@ -11,7 +11,7 @@ TRIES, PAUSE_SECONDS = 12, 10.0
 """A controller that restarts is away for a minute or two."""
 
 
-def send_back(job_id: str, avoid: Iterable[str] = ()) -> str:
+def send_back(job_id: str, avoid: Iterable[str]) -> str:
     """Requeue this job, and keep it off the nodes to avoid; what went wrong, empty if nothing did.
 
     No hold is needed: the job cannot start again before this shell has ended, and a job that is not held never waits for a

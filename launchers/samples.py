@@ -33,8 +33,7 @@ def samples(folder: Path, step: int | None) -> int:
 
 def steps_on_disk(paths: RunPaths) -> list[int]:
     """Steps with at least one complete rollout shard, ascending."""
-    names = (p.name.removeprefix("step-") for p in paths.samples.glob("step-*"))
-    return sorted(step for name in names if name.isdigit() and store.on_disk(paths, step := int(name)))
+    return [step for step in paths.sampled_steps() if store.on_disk(paths, step)]
 
 
 def _read(paths: RunPaths, step: int) -> tuple[Samples, list[SampleError]]:

@@ -161,7 +161,8 @@ def _job_in_new_folder(config: Config, cluster: str, replace_main: tuple[Program
             hint = f"miles-submit resume {job.folder}, or another run.folder"
             raise UserError("the run folder exists", where=str(job.folder), next_step=hint) from None
         except OSError as error:
-            raise UserError(f"the run folder cannot be made: {error.strerror}", where=str(job.folder)) from None
+            what, hint = f"the run folder cannot be made: {error.strerror}", "set run.folder to a place that you may write to"
+            raise UserError(what, where=str(job.folder), next_step=hint) from None
         main, prepare = replace_main
         return replace(job, main=main, prepare=prepare)
 
@@ -219,5 +220,6 @@ def _replace(file: Path, text: str) -> None:
 
 def _last_job(paths: RunPaths) -> dict[str, Any]:
     if not paths.job.exists():
-        raise UserError("this run was never submitted (job.json is missing)", where=str(paths.folder))
+        what = "this run was never submitted (job.json is missing)"
+        raise UserError(what, where=str(paths.folder), next_step="miles-submit run FILE")
     return job_of(paths)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from miles_hpc import edges
-from miles_hpc.attach import attach
+from miles_hpc.attach import attach_object
 from miles_hpc.config import Config
 from miles_hpc.paths import RunPaths
 
@@ -46,16 +46,9 @@ class Archive:
         Raises:
             EdgeError: the function cannot be loaded, raised, or returned no store.
         """
-        name = config.checkpoint.backend
-        if not name:
+        if not (name := config.checkpoint.backend):
             return None
-        function = attach(config, KEY, name)
-        store = edges.call(function, paths.folder, key=KEY)
-        for method, arguments in METHODS.items():
-            if not callable(getattr(store, method, None)):
-                raise edges.wrong(KEY, function, f"an object with the methods {', '.join(METHODS)}", store)
-            edges.check_signature(getattr(store, method), f"{name}.{method}", KEY, arguments)
-        return cls(paths, store, config.checkpoint.keep)
+        return cls(paths, attach_object(config, KEY, name, paths.folder, METHODS), config.checkpoint.keep)
 
     def put(self, version: int) -> None:
         """Store the checkpoint of `version`, then remove all but the newest `keep`. Raises: EdgeError."""
@@ -66,8 +59,7 @@ class Archive:
     def fetch(self) -> None:
         """Bring the newest version into the run folder if that has none as new. Raises: EdgeError."""
         stored = self.versions()
-        here = [int(p.name.removeprefix("step-")) for p in self.paths.checkpoints.glob("step-*")]
-        if not stored or max(here, default=-1) >= stored[-1]:
+        if not stored or max(self.paths.saved_steps(), default=-1) >= stored[-1]:
             return
         folder = self.paths.checkpoint(stored[-1])
         partial = folder.with_name(f".{folder.name}.fetched")

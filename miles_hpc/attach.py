@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial, update_wrapper
+from pathlib import Path
 from typing import Any
 
 from miles_hpc import edges, foreign
@@ -30,6 +31,24 @@ def attach(config: Config, key: str, name: str, options: Mapping[str, Any] | Non
         return update_wrapper(adapter, function)
     edges.check_signature(function, name, key, kind.arguments, options)
     return update_wrapper(partial(function, **options), function) if options else function
+
+
+def attach_object(config: Config, key: str, name: str, folder: Path, methods: Mapping[str, tuple[str, ...]]) -> Any:
+    """What the function `name` for the edge `key` returns for a run folder.
+
+    Args:
+        methods: those that it must have, with their positional arguments.
+
+    Raises:
+        EdgeError: the function cannot be loaded, raised, or returned something without these methods.
+    """
+    function = attach(config, key, name)
+    made = edges.call(function, folder, key=key)
+    for method, arguments in methods.items():
+        if not callable(getattr(made, method, None)):
+            raise edges.wrong(key, function, f"an object with the methods {', '.join(methods)}", made)
+        edges.check_signature(getattr(made, method), f"{name}.{method}", key, arguments)
+    return made
 
 
 def _first_parameter(function: Callable[..., Any]) -> str:

@@ -13,8 +13,8 @@ from miles_hpc.attach import attach
 from miles_hpc.config import Config, is_edge
 from miles_hpc.data import Row
 from miles_hpc.errors import EdgeError
-from miles_hpc.rollout.conversation import Voice, converse
-from miles_hpc.rollout.ensemble import Choir, perform
+from miles_hpc.rollout.conversation import SampleClient, converse
+from miles_hpc.rollout.groups import GroupClient, perform
 from miles_hpc.rollout.judge import Judge
 from miles_hpc.rollout.request import Output, Request
 from miles_hpc.rollout.reward import Reward
@@ -75,12 +75,13 @@ def check_generate(config: Config, row: Row, text: str, tokenizer: Any) -> None:
         for i in range(rollout.samples_per_prompt)
     ]
     requests = {(0, i): Request(tokens, 0, i, rollout.max_new_tokens) for i in range(len(samples))}
-    voices = {name: Voice(echo, request, tokenizer, longest) for name, request in requests.items()}
+    clients = {name: SampleClient(echo, request, tokenizer, longest) for name, request in requests.items()}
     if rollout.generate:
         function = attach(config, "rollout.generate", rollout.generate)
-        asyncio.run(converse(function, samples[0], voices[0, 0], longest))
+        asyncio.run(converse(function, samples[0], clients[0, 0], longest))
     else:
-        asyncio.run(_exhaust(perform(attach(config, "rollout.function", rollout.function), samples, Choir(voices), longest)))
+        function = attach(config, "rollout.function", rollout.function)
+        asyncio.run(_exhaust(perform(function, samples, GroupClient(clients), longest)))
 
 
 async def _exhaust(answers: AsyncIterator[Any]) -> None:

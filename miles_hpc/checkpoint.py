@@ -10,7 +10,7 @@ import logging
 import shlex
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -114,7 +114,8 @@ class Checkpoints:
             self.archive.fetch()
         self.barrier()
         problems = {}
-        for folder in state.gather(list(_newest_first(self.paths.checkpoints)))[0]:
+        for version in state.gather(self.paths.saved_steps())[0][::-1]:
+            folder = self.paths.checkpoint(version)
             # The same answer on every rank: a shared file system may show a file to one and not yet to another.
             problem = next((p for p in state.gather(_problem(folder, state)) if p), "")
             if problem:
@@ -129,28 +130,27 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Remove old ones, what attempts that ended while saving left behind, and samples that nobody needs any more."""
-        found = list(_newest_first(self.paths.checkpoints))
-        recent, old = found[: self.rules.keep], found[self.rules.keep :]
-        every = self.rules.keep_every
+        found, every = self.paths.saved_steps(), self.rules.keep_every
+        recent, old = found[-self.rules.keep :], found[: -self.rules.keep]
         unfinished = self.paths.checkpoints.glob(".step-*")
-        for folder in [*(p for p in old if not every or _version(p) % every), *unfinished]:
+        for folder in [*(self.paths.checkpoint(version) for version in old if not every or version % every), *unfinished]:
             shutil.rmtree(folder)
         if self.rules.keep_samples:
             # A resume from any of the recent checkpoints takes the samples from its step on from the disk.
-            _remove_samples(self.paths, min(_version(recent[-1]), _version(recent[0]) - self.rules.keep_samples))
+            _remove_samples(self.paths, min(recent[0], recent[-1] - self.rules.keep_samples))
 
 
 def _remove_samples(paths: RunPaths, before: int) -> None:
     """Remove the samples of steps below `before`; first note it, for the audit."""
-    old = [p for p in paths.samples.glob("step-*") if p.name.removeprefix("step-").isdigit() and _version(p) < before]
+    old = [step for step in paths.sampled_steps() if step < before]
     if not old:
         return
     temporary = paths.removed_samples.with_suffix(".tmp")
     temporary.write_text(json.dumps({"before": before}), encoding="utf-8")
     fsync(temporary)
     temporary.replace(paths.removed_samples)
-    for folder in old:
-        shutil.rmtree(folder)
+    for step in old:
+        shutil.rmtree(paths.step_samples(step))
 
 
 def _none_whole(paths: RunPaths, problems: dict[str, str]) -> ResumeError:
@@ -173,12 +173,6 @@ def _refused(error: BaseException, partial: Path, folder: Path) -> BaseException
     said = (str(error).strip().splitlines() or [type(error).__name__])[-1]
     next_step = "check space and quota of the file system (df -h), then miles-submit resume"
     return CheckpointError(f"cannot be written, {free / 1e6:,.0f} MB are free: {said}", where=str(folder), next_step=next_step)
-
-
-def _newest_first(root: Path) -> Iterator[Path]:
-    """Folders `step-SSSSSS`, by number."""
-    found = [p for p in root.glob("step-*") if p.is_dir() and p.name.removeprefix("step-").isdigit()]
-    yield from sorted(found, key=_version, reverse=True)
 
 
 def _version(folder: Path) -> int:

@@ -257,7 +257,7 @@ def _override(raw: dict[str, Any], text: str) -> None:
     for part in parts[:-1]:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"--set {text!r}: {part} is a value, not a section")
+            raise ConfigError(f"--set {text!r}: {part} is a value, not a section", next_step="for example --set train.lr=1e-6")
     table[parts[-1]] = _value(value.strip())
 
 

@@ -116,8 +116,8 @@ def _to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-class Stream:
-    """CPU work is done when the call returns: nothing to wait for."""
+class _Stream:
+    """In place of `torch.cuda.Stream`: CPU work is done when the call returns, so there is nothing to wait for."""
 
     cuda_stream = 0
     stream_id = 0
@@ -131,20 +131,20 @@ class Stream:
 
     def synchronize(self) -> None: ...
 
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        return event or Event()
+    def record_event(self, event: "_Event | None" = None) -> "_Event":
+        return event or _Event()
 
     def query(self) -> bool:
         return True
 
-    def __enter__(self) -> "Stream":
+    def __enter__(self) -> "_Stream":
         return self
 
     def __exit__(self, *error: Any) -> None: ...
 
 
-class Event:
-    """Wall-clock time, because megatron's timers subtract events."""
+class _Event:
+    """In place of `torch.cuda.Event`: wall-clock time, because megatron's timers subtract events."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.seconds = 0.0
@@ -159,7 +159,7 @@ class Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: "Event") -> float:
+    def elapsed_time(self, other: "_Event") -> float:
         """Milliseconds, as CUDA events report."""
         return (other.seconds - self.seconds) * 1e3
 
@@ -195,9 +195,9 @@ def _devices() -> None:
 
 def _streams() -> None:
     """Gradient buffers, dispatchers and the checkpoint writer order their work by streams."""
-    stream = Stream()
-    _set("Stream", Stream)
-    _set("Event", Event)
+    stream = _Stream()
+    _set("Stream", _Stream)
+    _set("Event", _Event)
     _fill("current_stream default_stream", stream)
     _set("stream", _in_stream)
     _fill("is_current_stream_capturing", False)

@@ -16,6 +16,9 @@ from typing import Any
 
 from miles_hpc.errors import EdgeError
 
+EXCERPT = 80
+"""Characters of a wrong value that a message shows."""
+
 
 def load(name: str, folder: str, *, key: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
     """The function `name` ("module:function"), importable and callable with the positional `arguments`.
@@ -119,7 +122,7 @@ def _fix(module_name: str) -> str:
 def check_signature(
     function: Callable[..., Any], name: str, key: str, arguments: tuple[str, ...], options: Mapping[str, Any] | None = None
 ) -> None:
-    """Raises: EdgeError if `function` cannot be called with these positional arguments, and options by keyword."""
+    """Look whether `function` can be called with these positional arguments, and options by keyword. Raises: EdgeError."""
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):
@@ -135,6 +138,6 @@ def check_signature(
         ) from None
 
 
-def _excerpt(value: Any, length: int = 80) -> str:
+def _excerpt(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= length else text[: length - 3] + "..."
+    return text if len(text) <= EXCERPT else text[: EXCERPT - 3] + "..."

@@ -1,25 +1,25 @@
 """Every error this project raises on purpose, as one tree.
 
     MilesError
-    ├── UserError            the input is wrong; exit code 2, no traceback, never retried
-    │   ├── ConfigError      a key, a value, or numbers that do not fit together
-    │   ├── DataError        a prompt file, a column, a prompt
-    │   ├── ModelError       a checkpoint folder, an architecture, a checkpoint of another model
-    │   ├── ResumeError      a run whose checkpoints are all damaged
-    │   └── EdgeError        a user's function: not importable, wrong signature, wrong return value
-    ├── SiteError            what the machine offers: no Slurm, too few nodes, a daemon that did not start; exit code 3
-    ├── Stopped              a signal asked this rank to end; no error, the run goes on in another attempt
-    └── Fault                something broke while running; exit code 1, the batch side may retry
-        ├── WorldError       the MPI world is not the one the launcher asked for
-        ├── EngineDied       the engine's host process ended
-        ├── EngineError      the engine refused a request
-        ├── SampleError      a shard that is missing, damaged or of a wrong weight version
-        ├── SyncError        weights that did not arrive as they were sent
-        ├── CheckpointError  a checkpoint that cannot be written or read
-        ├── NumericsError    trainer and engine do not compute the same (run.numerics = "exact")
-        ├── DeadlineExceeded something that could hang did not finish in time
-        ├── OutOfMemory      no smaller micro-batch helps, or not in this attempt
-        └── Diverged         the loss or a gradient is not finite
+    ├── UserError
+    │   ├── ConfigError
+    │   ├── DataError
+    │   ├── ModelError
+    │   ├── ResumeError
+    │   └── EdgeError
+    ├── SiteError
+    ├── Stopped
+    └── Fault
+        ├── WorldError
+        ├── EngineDied
+        ├── EngineError
+        ├── SampleError
+        ├── SyncError
+        ├── CheckpointError
+        ├── NumericsError
+        ├── DeadlineExceeded
+        ├── OutOfMemory
+        └── Diverged
 
 A message says what happened; `where` names rank, node, file or key; `next_step` is the command or edit that helps.
 """
@@ -58,78 +58,94 @@ def _rebuild(cls: type[MilesError], what: str, where: str, next_step: str) -> Mi
 
 
 class UserError(MilesError):
+    """The input is wrong; exit code 2, no traceback, never retried."""
+
     kind = "user_error"
     exit_code = 2
 
 
 class ConfigError(UserError):
-    pass
+    """A key, a value, or numbers that do not fit together."""
 
 
 class DataError(UserError):
-    pass
+    """A prompt file, a column, a prompt."""
 
 
 class ModelError(UserError):
-    pass
+    """A checkpoint folder, an architecture, a checkpoint of another model."""
 
 
 class ResumeError(UserError):
-    pass
+    """A run whose checkpoints are all damaged."""
 
 
 class EdgeError(UserError):
-    pass
+    """A user's function: not importable, wrong signature, wrong return value."""
 
 
 class SiteError(MilesError):
+    """What the machine offers: no Slurm, too few nodes, a daemon that did not start; exit code 3."""
+
     kind = "user_error"
     exit_code = 3
 
 
 class Stopped(MilesError):
+    """A signal asked this rank to end; no error, the run goes on in another attempt."""
+
     kind = "preempted"
 
 
 class Fault(MilesError):
-    kind = "bug"
+    """Something broke while running; exit code 1, the batch side may retry."""
 
 
 class WorldError(Fault):
+    """The MPI world is not the one the launcher asked for."""
+
     kind = "user_error"
 
 
 class EngineDied(Fault):
+    """The engine's host process ended."""
+
     kind = "rank_died"
 
 
 class EngineError(Fault):
-    pass
+    """The engine refused a request."""
 
 
 class SampleError(Fault):
-    pass
+    """A shard that is missing, damaged or of a wrong weight version."""
 
 
 class SyncError(Fault):
-    pass
+    """Weights that did not arrive as they were sent."""
 
 
 class CheckpointError(Fault):
-    pass
+    """A checkpoint that cannot be written or read."""
 
 
 class NumericsError(Fault):
-    pass
+    """Trainer and engine do not compute the same (run.numerics = "exact")."""
 
 
 class DeadlineExceeded(Fault):
+    """Something that could hang did not finish in time."""
+
     kind = "hang"
 
 
 class OutOfMemory(Fault):
+    """No smaller micro-batch helps, or not in this attempt."""
+
     kind = "out_of_memory"
 
 
 class Diverged(Fault):
+    """The loss or a gradient is not finite."""
+
     kind = "diverged"

@@ -93,7 +93,7 @@ def offer_modules() -> None:
         sys.meta_path.append(_Finder())
 
 
-def arguments(config: Config, options: Mapping[str, Any] | None = None) -> SimpleNamespace:
+def arguments(config: Config, options: Mapping[str, Any]) -> SimpleNamespace:
     """What such functions find in `args`: the options of Miles that have a counterpart here, and the function's own options."""
     rollout, train = config.rollout, config.train
     known = {
@@ -126,7 +126,7 @@ def arguments(config: Config, options: Mapping[str, Any] | None = None) -> Simpl
         "eval_reward_key": None,
         "rm_type": None,
     }
-    return SimpleNamespace(**known | dict(options or {}))
+    return SimpleNamespace(**known | dict(options))
 
 
 def _reward(function: Callable[..., Any], args: SimpleNamespace) -> Callable[..., Any]:
@@ -136,14 +136,18 @@ def _reward(function: Callable[..., Any], args: SimpleNamespace) -> Callable[...
         sample = Sample(
             prompt=prompt, response=answer, label=label, metadata=dict(metadata), status=status, response_length=length
         )
-        returned = function(args, sample)
-        return _awaited(returned, args) if hasattr(returned, "__await__") else _numbers(returned, args)
+        return _read(function(args, sample), _numbers, args)
 
     return reward
 
 
-async def _awaited(returned: Any, args: SimpleNamespace) -> Any:
-    return _numbers(await returned, args)
+def _read(returned: Any, read: Callable[..., Any], args: SimpleNamespace) -> Any:
+    """`read(returned, args)`, as a coroutine if the function was one."""
+    return _awaited(returned, read, args) if hasattr(returned, "__await__") else read(returned, args)
+
+
+async def _awaited(returned: Any, read: Callable[..., Any], args: SimpleNamespace) -> Any:
+    return read(await returned, args)
 
 
 def _numbers(returned: Any, args: SimpleNamespace) -> Any:
@@ -157,14 +161,9 @@ def _numbers(returned: Any, args: SimpleNamespace) -> Any:
 
 def _group_reward(function: Callable[..., Any], args: SimpleNamespace) -> Callable[..., Any]:
     def rewards(samples: list[Sample]) -> Any:
-        returned = function(args, samples)
-        return _all_awaited(returned, args) if hasattr(returned, "__await__") else _values(returned, args)
+        return _read(function(args, samples), _values, args)
 
     return rewards
-
-
-async def _all_awaited(returned: Any, args: SimpleNamespace) -> Any:
-    return _values(await returned, args)
 
 
 def _values(returned: Any, args: SimpleNamespace) -> Any:

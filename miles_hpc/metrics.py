@@ -19,6 +19,7 @@ from miles_hpc.paths import RunPaths
 from miles_hpc.samples.schema import TRUNCATED, Samples
 
 PHASES = ("rollout", "reward", "train", "sync", "swap", "checkpoint", "wait")
+"""Whose seconds every step reports."""
 
 
 class Board:

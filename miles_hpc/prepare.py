@@ -19,8 +19,7 @@ from miles_hpc.config import Config
 from miles_hpc.errors import EdgeError, ModelError, UserError
 from miles_hpc.paths import RunPaths
 from miles_hpc.rollout.arguments import stop_tokens
-
-ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
+from miles_hpc.sections import ARCHITECTURES
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,7 +56,8 @@ def prepare(run: Config, paths: RunPaths) -> None:
     make_model(run, folder)
     facts = check_model(folder, run.model.context_length)
     if run.train.routing_replay and not facts.get("num_experts"):
-        raise ModelError("train.routing_replay = true, but the model has no experts", where=str(folder / "config.json"))
+        what, hint = "train.routing_replay = true, but the model has no experts", "set train.routing_replay = false"
+        raise ModelError(what, where=str(folder / "config.json"), next_step=hint)
     tokenizer = data.tokenizer_of(folder)
     if len(tokenizer) > facts["vocab_size"]:
         raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the model {facts['vocab_size']}", where=str(folder))

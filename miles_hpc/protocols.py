@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from miles_hpc.launchers.verdict import Situation
-    from miles_hpc.rollout.conversation import Voice
-    from miles_hpc.rollout.ensemble import Choir
+    from miles_hpc.rollout.conversation import SampleClient
+    from miles_hpc.rollout.groups import GroupClient
     from miles_hpc.sample import Sample
     from miles_hpc.samples.schema import Samples
     from miles_hpc.sections import Train
@@ -56,7 +56,7 @@ class Generate(Protocol):
     sets `reward`, that is the reward and `rollout.reward` is not asked.
     """
 
-    async def __call__(self, sample: "Sample", engine: "Voice") -> "Sample": ...
+    async def __call__(self, sample: "Sample", engine: "SampleClient") -> "Sample": ...
 
 
 class Rollout(Protocol):
@@ -67,7 +67,7 @@ class Rollout(Protocol):
     prompt that takes the place of a refused group, and for the evaluation with groups of one greedy sample.
     """
 
-    def __call__(self, groups: "list[list[Sample]]", engine: "Choir") -> "AsyncIterator[list[Sample]]": ...
+    def __call__(self, groups: "list[list[Sample]]", engine: "GroupClient") -> "AsyncIterator[list[Sample]]": ...
 
 
 class Reward(Protocol):

@@ -8,10 +8,11 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from miles_hpc import signals
 from miles_hpc.errors import Stopped
+from miles_hpc.sync import Mailbox
 from miles_hpc.world import World
 
 HEARD, LEAVE = 41, 42
@@ -94,22 +95,11 @@ class Vote:
         return found
 
 
-class Box(Protocol):
-    """What is waited for, message by message."""
-
-    @property
-    def complete(self) -> bool:
-        """Nothing more is waited for."""
-
-    def take(self) -> bool:
-        """Take one message; False if there is none yet."""
-
-
 @dataclass
 class Leaving:
-    """A box that counts as complete when it is time to leave."""
+    """A mailbox that counts as complete when it is time to leave."""
 
-    box: Box
+    box: Mailbox
     due: Callable[[], bool]
     left: bool = field(default=False, init=False)
 

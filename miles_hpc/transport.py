@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles_hpc import edges
-from miles_hpc.attach import attach
+from miles_hpc.attach import attach_object
 from miles_hpc.buckets import Bucket, Weights
 from miles_hpc.config import Config
 from miles_hpc.handover import SHARED, TAKEN, Giver, Taker, handle
@@ -43,21 +43,15 @@ class Carrier:
 
     @classmethod
     def of(cls, config: Config, paths: RunPaths) -> "Carrier":
-        """Raises: EdgeError: the function cannot be loaded, raised, or returned no transport."""
-        function = attach(config, KEY, config.rollout.weight_transport)
-        made = edges.call(function, paths.folder, key=KEY)
-        for method, arguments in METHODS.items():
-            if not callable(getattr(made, method, None)):
-                raise edges.wrong(KEY, function, f"an object with the methods {', '.join(METHODS)}", made)
-            edges.check_signature(getattr(made, method), f"{config.rollout.weight_transport}.{method}", KEY, arguments)
-        return cls(made)
+        """The named one. Raises: EdgeError: the function cannot be loaded, raised, or returned no transport."""
+        return cls(attach_object(config, KEY, config.rollout.weight_transport, paths.folder, METHODS))
 
     def put(self, key: str, data: np.ndarray) -> None:
-        """Raises: EdgeError."""
+        """Have the bytes carried. Raises: EdgeError if that raised."""
         edges.call(self.made.put, key, data, key=f"{KEY} put({key!r})")
 
     def get(self, key: str, size: int) -> np.ndarray:
-        """[size] uint8. Raises: EdgeError: it raised, or gave another number of bytes."""
+        """The bytes that were put, [size] uint8. Raises: EdgeError: it raised, or gave another number of bytes."""
         name = f"{KEY} get({key!r})"
         found = edges.call(self.made.get, key, key=name)
         try:
@@ -69,7 +63,7 @@ class Carrier:
         return data
 
     def drop(self, key: str) -> None:
-        """Raises: EdgeError."""
+        """Forget the bytes. Raises: EdgeError if that raised."""
         edges.call(self.made.drop, key, key=f"{KEY} drop({key!r})")
 
 

@@ -141,9 +141,9 @@ class World:
             message.recv()
         self.barrier(seconds, "all ranks to finish")
 
-    def role_barrier(self, seconds: float = ROLE_SECONDS) -> None:
+    def role_barrier(self) -> None:
         """Wait until every rank of this role is here."""
-        self.wait(self.role_comm.Ibarrier(), seconds, f"all {self.role} ranks")
+        self.wait(self.role_comm.Ibarrier(), ROLE_SECONDS, f"all {self.role} ranks")
 
     def abort(self, code: int) -> None:
         """End every rank of the world at once."""

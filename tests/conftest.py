@@ -1,7 +1,27 @@
 """Settings for all tests."""
 
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A machine shared with an engine may be slow: slowness alone is no failure.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
 settings.load_profile("shared")
+
+
+@pytest.fixture
+def users_file(tmp_path: Path) -> Callable[[str, str], Path]:
+    """A user's folder with a space in its name: model, prompts, `scoring.py`, and the TOML file, which is returned."""
+
+    def made(toml: str, scoring: str) -> Path:
+        folder = tmp_path / "my files"
+        (folder / "model").mkdir(parents=True)
+        (folder / "model/config.json").write_text("{}")
+        (folder / "prompts.jsonl").write_text('{"prompt": "1+1"}\n')
+        (folder / "scoring.py").write_text(scoring)
+        (folder / "run.toml").write_text(toml)
+        return folder / "run.toml"
+
+    return made

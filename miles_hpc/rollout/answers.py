@@ -9,7 +9,7 @@ import numpy as np
 
 from miles_hpc.data import Row
 from miles_hpc.errors import EngineError
-from miles_hpc.rollout.judge import Verdict
+from miles_hpc.rollout.judge import Judgement
 from miles_hpc.rollout.request import Draft, Output, Request
 from miles_hpc.rollout.reward import Score
 from miles_hpc.sample import Sample
@@ -50,7 +50,7 @@ class Group:
     spare: list[int] = field(default_factory=list)
     """Prompt ids to try instead, should a filter refuse it."""
     answers: list[Answer] = field(default_factory=list)
-    verdict: Future[Verdict] | None = None
+    judgement: Future[Judgement] | None = None
     """None before all answers are scored, and where a score failed."""
 
     @property
@@ -70,14 +70,15 @@ class Group:
 
     @property
     def error(self) -> BaseException | None:
-        """Of the first answer whose reward failed, else of the verdict."""
-        errors = [answer.score.exception() for answer in self.answers] + ([self.verdict.exception()] if self.verdict else [])
+        """Of the first answer whose reward failed, else of the judgement."""
+        asked: list[Future[Any]] = [*(answer.score for answer in self.answers), *([self.judgement] if self.judgement else [])]
+        errors = (future.exception() for future in asked)
         return next((error for error in errors if error), None)
 
     @property
     def refusal(self) -> str:
         """Why a filter refused the group; empty if none did, or if a reward failed."""
-        return self.verdict.result().refusal if self.verdict and not self.error else ""
+        return self.judgement.result().refusal if self.judgement and not self.error else ""
 
 
 def failed(request: Request, error: EngineError) -> Answer:
@@ -120,7 +121,7 @@ def rewards(group: Group) -> list[float]:
     """Of the group, where there is a group reward, else of each answer. Raises: EdgeError if one failed."""
     if group.error:
         raise group.error
-    whole = group.verdict.result().rewards if group.verdict else None
+    whole = group.judgement.result().rewards if group.judgement else None
     return whole or [answer.score.result().value for answer in _sorted(group)]
 
 

@@ -32,7 +32,7 @@ class EngineArguments:
 
     @classmethod
     def of(cls, config: Config, model_folder: Path, number: int = 0) -> "EngineArguments":
-        """Raises: ModelError if the folder does not say which token ends an answer."""
+        """For an engine of a run. Raises: ModelError if the folder does not say which token ends an answer."""
         return cls(
             model_folder=str(model_folder),
             context_length=config.model.context_length,

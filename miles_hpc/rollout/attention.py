@@ -19,7 +19,8 @@ def check_model(model: Any) -> None:
         NumericsError: the engine loaded another class than ours.
     """
     if not isinstance(model, ExactModel):
-        raise NumericsError(f"the engine loaded {type(model).__qualname__} in place of the exact model")
+        what = f"the engine loaded {type(model).__qualname__} in place of the exact model"
+        raise NumericsError(what, next_step='make install, or set run.numerics = "native"')
 
 
 def flash(runner: Any) -> AttentionBackend:

@@ -23,10 +23,10 @@ from miles_hpc.sample import Sample
 KEY = "rollout.generate"
 POLL_SECONDS = 0.02
 
-Generate = Callable[[Sample, "Voice"], Awaitable[Sample]]
+Generate = Callable[[Sample, "SampleClient"], Awaitable[Sample]]
 
 
-class Voice:
+class SampleClient:
     """The engine, as a generate function sees it."""
 
     def __init__(self, ask: Callable[[Request], Awaitable[Output]], request: Request, tokenizer: Any, longest: int) -> None:
@@ -166,19 +166,19 @@ class Conversations:
     async def _talk(self, key: int, request: Request) -> None:
         try:
             self._events.put(
-                ("done", key, await converse(self.function, self.describe(request), self._voice(request), self.longest))
+                ("done", key, await converse(self.function, self.describe(request), self._client(request), self.longest))
             )
         except BaseException as error:
             refused = isinstance(error.__cause__, EngineError)  # twice, which is this request's misfortune alone
             self._events.put(("done", key, error.__cause__ if refused else error))
 
-    def _voice(self, request: Request) -> Voice:
+    def _client(self, request: Request) -> SampleClient:
         def ask(asked: Request) -> asyncio.Future[Output]:
             future: asyncio.Future[Output] = self._loop.create_future()
             self._events.put(("ask", asked, future))
             return future
 
-        return Voice(ask, request, self.tokenizer, self.longest)
+        return SampleClient(ask, request, self.tokenizer, self.longest)
 
 
 def _tell(asked: asyncio.Future[Output], output: Output | EngineError) -> None:
@@ -188,7 +188,7 @@ def _tell(asked: asyncio.Future[Output], output: Output | EngineError) -> None:
         asked.set_result(output)
 
 
-async def converse(function: Generate, sample: Sample, voice: Voice, longest: int) -> Output:
+async def converse(function: Generate, sample: Sample, client: SampleClient, longest: int) -> Output:
     """One conversation, its result checked.
 
     Raises:
@@ -197,10 +197,10 @@ async def converse(function: Generate, sample: Sample, voice: Voice, longest: in
     prompt = list(sample.tokens)
     key = f"{KEY} (prompt {sample.group_index}, sample {sample.index})"
     try:
-        found = await function(sample, voice)
+        found = await function(sample, client)
     except Exception as error:
         raise EdgeError(f"{key} raised {edges.describe(error)}", where=edges.location(error)) from error
-    return replace(checked(key, function, found, prompt, longest), routing=voice.routing(found.tokens))
+    return replace(checked(key, function, found, prompt, longest), routing=client.routing(found.tokens))
 
 
 def checked(key: str, function: Any, found: Any, prompt: list[int], longest: int) -> Output:

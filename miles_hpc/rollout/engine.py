@@ -26,7 +26,7 @@ from miles_hpc.rollout.flight import Flight, Recover, give_up
 from miles_hpc.rollout.request import Output, Request
 
 POLL_SECONDS = 0.1
-EXIT_SECONDS = 5.0
+EXIT_SECONDS, SHUTDOWN_SECONDS = 5.0, 20.0
 LOG_TAIL_BYTES = 4000
 
 
@@ -150,12 +150,12 @@ class EngineHost:
             raise EngineError(f"the engine refused {name}: {value}", where=self._where())
         return value
 
-    def shutdown(self, timeout: float = 20.0) -> None:
+    def shutdown(self) -> None:
         """Stop the engine and leave no process behind; safe to call twice, or after the engine's death."""
         if self._process:
             self._messages.put(("exit",))
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout)
+                self._process.wait(SHUTDOWN_SECONDS)
         self._reap()
 
     def _output(self) -> Any:

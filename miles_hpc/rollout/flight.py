@@ -110,9 +110,12 @@ class Flight:
         limit = self.engine.pace.limit if self.engine.warm else self.engine.timeout
         if self._ping is not None and now - self._sign > limit:
             self.engine.pace.took(now - self._sign)  # should it only be slow, it gets more time henceforth
-            raise DeadlineExceeded(f"the engine's scheduler has been silent for {limit:.0f} s: {doing}{self.engine._tail()}")
+            raise self._late(f"the engine's scheduler has been silent for {limit:.0f} s: {doing}")
         if now - since > self.engine.timeout:
-            raise DeadlineExceeded(f"no answer within {self.engine.timeout:.0f} s: {doing}{self.engine._tail()}")
+            raise self._late(f"no answer within {self.engine.timeout:.0f} s: {doing}")
+
+    def _late(self, what: str) -> DeadlineExceeded:
+        return DeadlineExceeded(what + self.engine._tail(), where=self.engine._where())
 
     def _alive(self, key: int) -> None:
         """Any message is a sign of life."""

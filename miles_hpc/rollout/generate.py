@@ -14,8 +14,8 @@ from miles_hpc.errors import DeadlineExceeded, EdgeError, EngineError
 from miles_hpc.rollout.answers import Answer, Group, as_samples, failed, rewards, samples_of
 from miles_hpc.rollout.conversation import Conversations, Generate
 from miles_hpc.rollout.engine import EngineHost
-from miles_hpc.rollout.ensemble import Ensemble, Rollout
 from miles_hpc.rollout.flight import Flight
+from miles_hpc.rollout.groups import GroupConversations, Rollout
 from miles_hpc.rollout.judge import Judge
 from miles_hpc.rollout.pool import Pool
 from miles_hpc.rollout.request import Draft, Output, Request
@@ -85,7 +85,7 @@ class Generator:
         self._left: list[Group] = []
         self._under_way: dict[int, tuple[Group, Request]] = {}
         self._flight: Flight | None = None
-        """Of what is being generated: groups without a verdict, requests without an answer."""
+        """Of what is being generated: groups without a judgement, requests without an answer."""
         self._pool = Pool(config.rollout.reward_threads, "reward")
 
     def groups(
@@ -159,7 +159,7 @@ class Generator:
         return draft if draft and draft.prompt == prompt else None
 
     def _judged(self, groups: list[Group], filtering: bool = True) -> Iterator[Group]:
-        """The groups as their verdicts come in, and those that were generated in place of refused ones."""
+        """The groups as their judgements come in, and those that were generated in place of refused ones."""
         started, idle, waited = time.perf_counter(), 0.0, 0.0
         everything, self._left, self._under_way = list(groups), list(groups), {}
         with self.engine.flight() as self._flight, self._through_edge(self._flight, everything) as flight:
@@ -193,7 +193,7 @@ class Generator:
             return Sample(group_index=request.prompt_id, index=request.sample_index, tokens=list(request.tokens), **facts)
 
         longest, seconds = self.config.model.context_length, self.config.rollout.timeout_seconds
-        kind: type[Conversations] = Ensemble if self.whole else Conversations
+        kind: type[Conversations] = GroupConversations if self.whole else Conversations
         return kind(flight, function, describe, self.prompts.tokenizer, longest, seconds)
 
     def _send(self, flight: Flight | Conversations, groups: list[Group]) -> None:
@@ -217,9 +217,9 @@ class Generator:
         """The groups that are decided; scored ones are given to the judge."""
         decided = []
         for group in self._left:
-            if group.scored and group.verdict is None and not group.error:
-                group.verdict = self._pool.submit(self.judge, as_samples(group), filtering)
-            if group.scored and (group.verdict is None or group.verdict.done()):
+            if group.scored and group.judgement is None and not group.error:
+                group.judgement = self._pool.submit(self.judge, as_samples(group), filtering)
+            if group.scored and (group.judgement is None or group.judgement.done()):
                 decided.append(group)
         return decided
 

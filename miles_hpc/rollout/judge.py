@@ -11,7 +11,7 @@ from miles_hpc.sample import Sample
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """Of one group."""
 
     rewards: list[float] | None = None
@@ -33,13 +33,13 @@ class Judge:
 
     @classmethod
     def of(cls, config: Config) -> "Judge":
-        """Raises: EdgeError."""
+        """With the functions that the configuration names. Raises: EdgeError if one cannot be loaded."""
         rollout = config.rollout
         group_reward = attach.attach(config, "rollout.group_reward", rollout.group_reward) if rollout.group_reward else None
         filters = [attach.attach(config, "rollout.filters", part.function, part.options) for part in rollout.filters]
         return cls(group_reward, filters)
 
-    def __call__(self, samples: list[Sample], filtering: bool = True) -> Verdict:
+    def __call__(self, samples: list[Sample], filtering: bool = True) -> Judgement:
         """Judge a scored group.
 
         Raises:
@@ -49,7 +49,7 @@ class Judge:
         for sample, reward in zip(samples, rewards or (), strict=False):
             sample.reward = reward
         reasons = (self._refusal(function, samples) for function in self.filters if filtering)
-        return Verdict(rewards, next(filter(None, reasons), ""))
+        return Judgement(rewards, next(filter(None, reasons), ""))
 
     def _rewards(self, samples: list[Sample]) -> list[float]:
         key, function = f"rollout.group_reward (prompt {samples[0].group_index})", self.group_reward

@@ -7,7 +7,6 @@ from typing import Any
 
 from miles_hpc import attach, edges
 from miles_hpc.config import Config
-from miles_hpc.errors import EdgeError
 
 EXCERPT = 200
 LARGEST = 3.4e38
@@ -30,7 +29,7 @@ class Sum:
     weights: dict[str, float]
 
     def __call__(self, prompt: str, answer: str, label: Any, metadata: dict[str, Any]) -> dict[str, float]:
-        """Raises: EdgeError naming the part that raised or returned something else than numbers."""
+        """All parts and their sum. Raises: EdgeError naming the part that raised or returned something else than numbers."""
         found: dict[str, float] = {}
         for name, function in self.functions.items():
             parts = numbers_of(edges.call(function, prompt, answer, label, metadata, key=f"reward {name}"), function, name)
@@ -53,7 +52,7 @@ class Reward:
 
     @classmethod
     def of(cls, config: Config) -> "Reward":
-        """Raises: EdgeError."""
+        """With the functions that the configuration names. Raises: EdgeError if one cannot be loaded."""
         rollout = config.rollout
         if rollout.reward:
             return cls(attach.attach(config, "rollout.reward", rollout.reward))
@@ -104,6 +103,3 @@ def _is_number(value: Any) -> bool:
 
 def _excerpt(answer: str) -> str:
     return repr(answer if len(answer) <= EXCERPT else answer[:EXCERPT] + "...")
-
-
-__all__ = ["EdgeError", "Reward", "Score"]

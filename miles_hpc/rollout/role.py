@@ -9,7 +9,7 @@ from pathlib import Path
 from miles_hpc import evaluation, metrics
 from miles_hpc.config import Config
 from miles_hpc.data import Prompts
-from miles_hpc.errors import DeadlineExceeded, EngineDied, Stopped
+from miles_hpc.errors import DeadlineExceeded, EngineDied, SampleError, Stopped
 from miles_hpc.handover import Taker
 from miles_hpc.paths import RunPaths
 from miles_hpc.receiver import Receiver
@@ -175,6 +175,6 @@ def leftovers(paths: RunPaths, first: int, steps: int) -> dict[int, list[Shard]]
 def _readable(step: int, file: Path) -> Shard | None:
     try:
         return Shard.of(step, file, store.read(file, deadline=0))
-    except store.SampleError as error:
+    except SampleError as error:
         print(f"set aside as {store.set_aside(file).name}: {error}", flush=True)
         return None

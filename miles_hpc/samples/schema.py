@@ -84,12 +84,19 @@ class Samples:
         before = np.concatenate([[0], np.cumsum(self.loss_mask, dtype=np.int64)])
         return np.diff(before[self.offsets])
 
+    def tokens_of(self, indices: np.ndarray) -> np.ndarray:
+        """[tokens] int64, where the tokens of the samples at `indices` [m] int64 lie."""
+        return spans(self.offsets[indices], self.lengths[indices])
+
+    def answers_of(self, indices: np.ndarray) -> np.ndarray:
+        """[answer tokens] int64, where the answer tokens of the samples at `indices` [m] int64 lie."""
+        tokens = self.tokens_of(indices)
+        return tokens[self.loss_mask[tokens] != 0]
+
     def take(self, indices: Sequence[int] | np.ndarray) -> Self:
         """The samples at `indices`, in that order."""
         index = np.asarray(indices, np.int64)
-        lengths = self.lengths[index]
-        spans = [np.arange(self.offsets[i], self.offsets[i + 1]) for i in index]
-        tokens = np.concatenate(spans) if spans else np.zeros(0, np.int64)
+        lengths, tokens = self.lengths[index], self.tokens_of(index)
         columns: dict[str, Any] = {name: getattr(self, name)[index] for name in PER_SAMPLE}
         columns |= {name: getattr(self, name)[tokens] for name in PER_TOKEN}
         columns |= {name: [getattr(self, name)[i] for i in index] for name in TEXT}
@@ -122,6 +129,13 @@ class Samples:
             },
             routing=_routing(parts),
         )
+
+
+def spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[sum(lengths)] int64: `starts[0] .. starts[0] + lengths[0] - 1`, `starts[1] ..`, ..."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
 
 
 def flat(parts: Sequence[tuple[Sequence[Any], Sequence[Any]]], kind: type) -> np.ndarray:

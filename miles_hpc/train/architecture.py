@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from miles_hpc.device import define_torchvision_operators
 from miles_hpc.errors import ModelError
+from miles_hpc.sections import ARCHITECTURES
 from miles_hpc.train import convert
 
-SUPPORTED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -29,7 +29,8 @@ def read(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
-        raise ModelError(f"config.json cannot be read: {error}; supported: {', '.join(SUPPORTED)}", where=str(folder)) from None
+        what = f"config.json cannot be read: {error}; supported: {', '.join(ARCHITECTURES)}"
+        raise ModelError(what, where=str(folder)) from None
     problem = _unsupported(config)
     if problem:
         raise ModelError(problem, where=str(folder / "config.json"))
@@ -38,8 +39,8 @@ def read(folder: Path) -> Any:
 
 def _unsupported(config: Any) -> str:
     names = config.architectures or []
-    if not set(names) & set(SUPPORTED):
-        return f"architecture {', '.join(names) or config.model_type} is not supported; supported: {', '.join(SUPPORTED)}"
+    if not set(names) & set(ARCHITECTURES):
+        return f"architecture {', '.join(names) or config.model_type} is not supported; supported: {', '.join(ARCHITECTURES)}"
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         return "attention_bias and mlp_bias are not supported"
     if getattr(config, "use_sliding_window", False):
@@ -66,9 +67,11 @@ def check_parallel(config: Any, tensor_parallel: int, expert_parallel: int) -> N
     for key, parts in sizes.items():
         if getattr(config, key) % parts:
             setting = "expert_parallel" if key == "num_experts" else "tensor_parallel"
-            raise ModelError(f"{key} = {getattr(config, key)} is not divisible by train.{setting} = {parts}")
+            what = f"{key} = {getattr(config, key)} is not divisible by train.{setting} = {parts}"
+            raise ModelError(what, next_step=f"set train.{setting} to a divisor of {getattr(config, key)}")
     if expert_parallel > 1 and not getattr(config, "num_experts", 0):
-        raise ModelError(f"train.expert_parallel = {expert_parallel}, but the model has no experts")
+        what = f"train.expert_parallel = {expert_parallel}, but the model has no experts"
+        raise ModelError(what, next_step="set train.expert_parallel = 1")
 
 
 def transformer_config(config: Any, dtype: torch.dtype, tensor_parallel: int, expert_parallel: int, exact: bool = False) -> Any:

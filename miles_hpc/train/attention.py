@@ -67,7 +67,8 @@ class CoreAttention(MegatronModule):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, pack: Packed) -> Tensor:
         """With rotated queries and keys -> [t, heads, head_dim]."""
         if flash.usable(query):
-            return flash.varlen(query, key, value, pack.cu_seqlens_q, pack.max_seqlen_q, self.scale, repeatable=False)
+            sequences = flash.Sequences(pack.cu_seqlens_q, pack.max_seqlen_q)
+            return flash.varlen(query, key, value, sequences, self.scale, repeatable=False)
         q, k, v = (_grid(x, pack) for x in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1])
         return out.transpose(1, 2).flatten(0, 1)[pack.cells]

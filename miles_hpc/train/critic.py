@@ -18,7 +18,7 @@ from miles_hpc.train import optimizer
 from miles_hpc.train.facts import Facts, at
 from miles_hpc.train.megatron import Groups, Policy
 from miles_hpc.train.optimizer import AdamW
-from miles_hpc.train.packing import Pack, spans
+from miles_hpc.train.packing import Pack
 from miles_hpc.train.passes import Passes
 from miles_hpc.train.sleep import Sleeper
 from miles_hpc.train.value import explained, gae_of_answers, value_loss, whiten
@@ -103,8 +103,7 @@ class Critic:
 
         passes.over(facts.samples, shares, score)
         samples, group = facts.samples, self.model.groups.data
-        tokens = spans(samples.offsets[own], samples.lengths[own])
-        answers = tokens[samples.loss_mask[tokens] != 0]
+        answers = samples.answers_of(own)
         lengths = torch.from_numpy(samples.answer_lengths[own])
         here, train = torch.from_numpy(values[answers]), self.train
         advantages, returns = gae_of_answers(torch.from_numpy(rewards[own]), here, lengths, train.gamma, train.gae_lambda)

@@ -21,7 +21,6 @@ from miles_hpc.kernels.segments import SEGMENT, Plan, plan
 from miles_hpc.kernels.tiles import Tiles, tiles
 from miles_hpc.samples.schema import Samples
 from miles_hpc.train.attention import CoreAttention, Packed
-from miles_hpc.train.packing import spans
 
 
 class ExactAttention(CoreAttention):
@@ -30,8 +29,8 @@ class ExactAttention(CoreAttention):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, pack: Packed) -> Tensor:
         """With rotated queries and keys -> [t, heads, head_dim]."""
         if query.is_cuda:
-            bounds, longest = pack.cu_seqlens_q, pack.max_seqlen_q
-            return flash.varlen(query, key, value, bounds, longest, self.scale, plan=pack.plan)
+            sequences = flash.Sequences(pack.cu_seqlens_q, pack.max_seqlen_q, pack.plan)
+            return flash.varlen(query, key, value, sequences, self.scale)
         assert pack.tiles  # made by `Policy` on a CPU
         return varlen(query, key, value, pack.tiles, Grid(pack.rows, pack.cells, pack.max_seqlen_q), self.scale)
 
@@ -134,8 +133,7 @@ def prove(samples: Samples, own: np.ndarray, log_probs: np.ndarray) -> None:
     Raises:
         NumericsError: names the first token that differs.
     """
-    index = spans(samples.offsets[own], samples.lengths[own])
-    answers = index[samples.loss_mask[index] != 0]
+    answers = samples.answers_of(own)
     different = answers[log_probs[answers] != samples.rollout_log_probs[answers]]
     if not len(different):
         return

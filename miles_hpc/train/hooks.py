@@ -24,7 +24,7 @@ class Hooks:
 
     @classmethod
     def of(cls, config: Config) -> "Hooks":
-        """Raises: EdgeError."""
+        """Those that the configuration names. Raises: EdgeError if one cannot be loaded."""
         train = config.train
         names = {
             "train.step_hook": train.step_hook,

@@ -4,6 +4,8 @@ Everything that touches megatron-core's `GPTModel` (deprecated upstream in favou
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -237,15 +239,15 @@ def layer_spec(core_config: Any, exact: bool = False) -> Any:
     return exchange(block)
 
 
-class _quiet:
+@contextmanager
+def _quiet() -> Iterator[None]:
     """The notice that GPTModel is deprecated is known; it would come once per rank and start."""
-
-    def __enter__(self) -> None:
-        self.before = logging.root.manager.disable
-        logging.disable(logging.WARNING)
-
-    def __exit__(self, *error: Any) -> None:
-        logging.disable(self.before)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 class ExpertLoad:

@@ -9,7 +9,6 @@ from miles_hpc import device
 from miles_hpc.samples.schema import Samples
 from miles_hpc.train.megatron import Groups
 from miles_hpc.train.objective import PolicyLoss
-from miles_hpc.train.packing import spans
 
 SUMS = ("loss", "kl", "clip_fraction", "correction", "entropy", "scored", "answers", "tokens", "trained_tokens")
 DISTANCES = ("train/logp_abs_diff_mean", "train/rollout_kl_k1", "train/rollout_kl_k3", "train/ratio_outside")
@@ -50,8 +49,7 @@ class Meter:
 
     def teacher(self, samples: Samples, own: np.ndarray, log_probs: np.ndarray) -> None:
         """Estimate of KL(sampler || teacher), over this rank's answer tokens."""
-        index = spans(samples.offsets[own], samples.lengths[own])
-        answers = index[samples.loss_mask[index] != 0]
+        answers = samples.answers_of(own)
         self.sums["teacher_kl"] += float((samples.rollout_log_probs[answers] - log_probs[answers]).sum(dtype=np.float64))
         self.sums["taught"] += len(answers)
 
@@ -61,14 +59,13 @@ class Meter:
 
     def compare(self, samples: Samples, own: np.ndarray, log_probs: np.ndarray) -> None:
         """Distance between the log-probabilities of trainer and sampler, over this rank's answer tokens."""
-        index = spans(samples.offsets[own], samples.lengths[own])
-        answers = index[samples.loss_mask[index] != 0]
+        answers = samples.answers_of(own)
         log_ratio = log_probs[answers].astype(np.float64) - samples.rollout_log_probs[answers]
         self.largest = float(np.abs(log_ratio).max(initial=0.0))
         for name, values in distances(log_ratio).items():
             self.sums[name] += values.sum()
         self.sums["answers"] += len(answers)
-        self.sums["tokens"] += len(index)
+        self.sums["tokens"] += int(samples.lengths[own].sum())
 
     def reduced(self) -> dict[str, float]:
         """Means over the step: loss, kl and clip fraction per optimizer step, entropy and distances per answer token."""

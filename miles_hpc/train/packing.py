@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from miles_hpc.samples.schema import spans
+
 
 class Sequences(Protocol):
     """What packing needs of samples or demonstrations; flat arrays over tokens."""
@@ -106,13 +108,6 @@ def _routing(sequences: Sequences, index: np.ndarray, fill: int, where: torch.de
         return None
     rows = sequences.routing[index].astype(np.int16)
     return torch.from_numpy(np.concatenate([rows, np.zeros((fill, *rows.shape[1:]), np.int16)])).to(where)
-
-
-def spans(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[sum(lengths)] int64: `starts[0] .. starts[0] + lengths[0] - 1`, `starts[1] ..`, ..."""
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.repeat(starts - (ends - lengths), lengths) + np.arange(total)
 
 
 def _grid(bounds: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -75,7 +75,8 @@ class Replays:
         self.counts = torch.zeros(2, dtype=torch.float64, device=device.device())
         routers = [m for m in module.modules() if isinstance(m, TopKRouter)]
         if not routers:
-            raise ModelError("train.routing_replay = true, but the model has no experts")
+            hint = "set train.routing_replay = false"
+            raise ModelError("train.routing_replay = true, but the model has no experts", next_step=hint)
         self.layers = [Replay(self.counts) for _ in routers]
         self.top_k, self.experts = routers[0].config.moe_router_topk, routers[0].config.num_moe_experts
         for router, replay in zip(routers, self.layers, strict=True):

@@ -17,8 +17,8 @@ from miles_hpc.rollout.restarts import DEATH
 from miles_hpc.samples import store
 from miles_hpc.samples.exchange import FIRST_STEP, Collected, Inbox
 from miles_hpc.samples.schema import Samples
-from miles_hpc.stop import Box, Leaving, Stop, Vote
-from miles_hpc.sync import Sender
+from miles_hpc.stop import Leaving, Stop, Vote
+from miles_hpc.sync import Mailbox, Sender
 from miles_hpc.train.advantage import advantage_of
 from miles_hpc.train.hooks import Hooks
 from miles_hpc.train.trainer import Result, Trainer
@@ -251,7 +251,7 @@ class TrainRole:
         if version == self.steps:
             self._stops(left)
 
-    def _await(self, box: Box, what: str) -> bool:
+    def _await(self, box: Mailbox, what: str) -> bool:
         """Wait until the first rank's `box` is complete; there, True if it is time to leave instead."""
         leaving = Leaving(box, self._due)
         self.sender.serve(leaving, what)

@@ -23,7 +23,7 @@ from miles_hpc.train.megatron import Groups, Policy, join, leave
 from miles_hpc.train.metrics import Meter
 from miles_hpc.train.objective import Objective
 from miles_hpc.train.optimizer import AdamW
-from miles_hpc.train.packing import Demonstrations, Pack, Sequences, spans
+from miles_hpc.train.packing import Demonstrations, Pack
 from miles_hpc.train.passes import Passes
 from miles_hpc.train.sleep import Sleeper
 
@@ -164,7 +164,7 @@ class Trainer:
         metrics = meter.reduced() | {"train/lr": hyperparameters.lr} | self._expert_load() | judged
         metrics |= {"train/routing_mismatch": replays.mismatch()} if replays else {}
         own = share if self.groups.writes_samples else share[:0]
-        return Result(metrics, own, facts.log_probs[_flat(samples, own)])
+        return Result(metrics, own, facts.log_probs[samples.tokens_of(own)])
 
     def _plan(self, samples: Samples, advantages: np.ndarray, step: int) -> Plan:
         """Mini-batches first, then each is spread over the ranks, so that they do not depend on the number of ranks."""
@@ -386,7 +386,3 @@ class Trainer:
             vars(trained).clear()  # hooks of autograd hold it for ever once there was a backward
         leave()
         gc.collect()
-
-
-def _flat(sequences: Sequences, indices: np.ndarray) -> np.ndarray:
-    return spans(sequences.offsets[indices], np.diff(sequences.offsets)[indices])

@@ -18,7 +18,6 @@ from subject import GaveUp, Subject
 
 from miles_hpc.errors import MilesError
 from miles_hpc.launchers import submission
-from miles_hpc.launchers.batch import newest_checkpoint
 from miles_hpc.paths import RunPaths
 from miles_hpc.samples import store
 
@@ -38,12 +37,12 @@ class StorageFault:
 
 
 def newest(paths: RunPaths) -> Path:
-    return paths.checkpoint(newest_checkpoint(paths))
+    return paths.checkpoint(paths.saved_steps()[-1])
 
 
 def shard(paths: RunPaths) -> Path:
     """The last shard of the step that was interrupted."""
-    return store.on_disk(paths, newest_checkpoint(paths))[-1]
+    return store.on_disk(paths, paths.saved_steps()[-1])[-1]
 
 
 def largest(folder: Path) -> Path:
@@ -171,7 +170,7 @@ def strike(base: Path, scratch: Path, faults: list[StorageFault]) -> list[Outcom
 def resume(base: Path, undisturbed: Subject) -> Outcome:
     """Several kinds of damage at once, then `miles-submit resume` to the end: nothing is different there."""
     paths = RunPaths(base)
-    outcome = Outcome("damaged, then resumed", "storage", "the run folder", time.time(), newest_checkpoint(paths))
+    outcome = Outcome("damaged, then resumed", "storage", "the run folder", time.time(), paths.saved_steps()[-1])
     flip(largest(newest(paths)))
     truncate(shard(paths))
     subject = Subject(paths, undisturbed.cluster, undisturbed.planned)

@@ -62,8 +62,8 @@ def log_probs() -> Pairs:
     pairs = list(zip(fused.softmax_sums(logits, heat), logprob._sums(logits, heat), strict=True))
     own, log_sum = torch.tensor([3, 8999, -4, 0, 9000]), (logits / heat).logsumexp(-1)
     p = (logits / heat).softmax(-1)
-    vectors = (own, heat, log_sum, -(p * p.log()).sum(-1), random(TOKENS), random(TOKENS, seed=1), torch.float32)
-    return [*pairs, (fused.softmax_backward(logits, *vectors), logprob._backward(logits, *vectors))]
+    rows = logprob.Rows(own, heat, log_sum, -(p * p.log()).sum(-1), random(TOKENS), random(TOKENS, seed=1))
+    return [*pairs, (fused.softmax_backward(logits, rows, torch.float32), logprob._backward(logits, rows, torch.float32))]
 
 
 def digests() -> Pairs:

@@ -139,7 +139,7 @@ class Attention:
 
     def trained(self, q: Tensor, k: Tensor, v: Tensor, in_segments: bool = True) -> Tensor:
         cut = segments.plan(0 * self.lengths, self.lengths, self.tokens) if in_segments else None
-        return flash.varlen(q, k, v, self.bounds, max(self.lengths), self.scale, plan=cut)
+        return flash.varlen(q, k, v, flash.Sequences(self.bounds, max(self.lengths), cut), self.scale)
 
     def prefilled(self, first: np.ndarray, count: np.ndarray) -> bool:
         """Whether these tokens of each sequence, behind the others, are computed as in training."""

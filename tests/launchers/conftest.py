@@ -195,15 +195,9 @@ cpus_per_rank = 4
 
 
 @pytest.fixture
-def toml(tmp_path: Path) -> Path:
-    """A user's folder: TOML file, model, prompts, reward. Importing the reward fails: the login node must not."""
-    folder = tmp_path / "my files"
-    (folder / "model").mkdir(parents=True)
-    (folder / "model/config.json").write_text("{}")
-    (folder / "prompts.jsonl").write_text('{"prompt": "1+1"}\n')
-    (folder / "scoring.py").write_text("raise RuntimeError('imported')\n\ndef reward(prompt, answer, label, metadata): ...\n")
-    (folder / "run.toml").write_text(TOML)
-    return folder / "run.toml"
+def toml(users_file: Callable[[str, str], Path]) -> Path:
+    """Importing the reward fails: the login node must not."""
+    return users_file(TOML, "raise RuntimeError('imported')\n\ndef reward(prompt, answer, label, metadata): ...\n")
 
 
 @pytest.fixture

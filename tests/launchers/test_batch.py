@@ -167,7 +167,8 @@ def test_checkpoints_are_progress(paths):
         assert batch.begin(paths.folder) == f"{number:03d}"
         paths.checkpoint(number).mkdir(parents=True)
         (paths.checkpoints / ".step-000099.tmp").mkdir(exist_ok=True)
-    assert batch.newest_checkpoint(paths) == 6
+        (paths.checkpoints / "step-000099.damaged").mkdir(exist_ok=True)
+    assert batch.completed_steps(paths) == 6
 
 
 def test_a_resume_starts_counting_anew(paths, pauses):

@@ -6,9 +6,9 @@ from miles_hpc.launchers import checks, plan
 from miles_hpc.launchers.controller import Partition
 
 PARTITIONS = {
-    "all": Partition("all", True, 4, 4),
-    "train": Partition("train", False, 2, 2),
-    "rollout": Partition("rollout", False, 2, 1),
+    "all": Partition("all", True, 4),
+    "train": Partition("train", False, 2),
+    "rollout": Partition("rollout", False, 2),
 }
 
 

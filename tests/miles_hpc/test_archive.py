@@ -121,6 +121,7 @@ def test_checkpoints_are_kept_in_the_store_and_fetched_when_the_run_folder_has_l
         kept.save(State(10 * version), version)
     assert sorted(p.name for p in (tmp_path / "archive").iterdir()) == ["2", "3"]
     shutil.rmtree(tmp_path / "run/checkpoints")
+    (tmp_path / "run/checkpoints/step-000009.damaged").mkdir(parents=True)  # somebody put it aside
     again, state = checkpoints(archive("beside")), State()
     assert again.resume(state) == 3 and state.value == 30
     (tmp_path / "archive" / "3" / "value").write_text("31")  # what lies in the run folder is newer than nothing

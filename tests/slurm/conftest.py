@@ -66,7 +66,7 @@ def slurm(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 @dataclass
 class Submit:
-    """Submits runs of the probe from a folder with a space in its name."""
+    """Submits runs of the probe."""
 
     toml: Path
 
@@ -76,15 +76,10 @@ class Submit:
 
 
 @pytest.fixture
-def submit(slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
-    folder = tmp_path / "my files"
-    (folder / "model").mkdir(parents=True)
-    (folder / "model/config.json").write_text("{}")
-    (folder / "prompts.jsonl").write_text('{"prompt": "1+1"}\n')
-    (folder / "scoring.py").write_text("def reward(prompt, answer, label, metadata): ...\n")
-    (folder / "run.toml").write_text(TOML)
-    monkeypatch.chdir(folder)
-    yield Submit(folder / "run.toml")
+def submit(slurm: Cluster, users_file: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Submit]:
+    toml = users_file(TOML, "def reward(prompt, answer, label, metadata): ...\n")
+    monkeypatch.chdir(toml.parent)
+    yield Submit(toml)
     slurm._cancel_all()
 
 

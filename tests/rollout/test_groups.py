@@ -117,4 +117,4 @@ async def worthless(groups: list[list[Sample]], engine: Any) -> AsyncIterator[li
 def test_bad_rollout_functions_are_named(function: Any, what: str) -> None:
     with pytest.raises(EdgeError, match=what) as caught:
         list(whole(function).groups(0, [1, 3], 0))
-    assert "ensemble.py:" in caught.value.where
+    assert "test_groups.py:" in caught.value.where

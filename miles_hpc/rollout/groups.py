@@ -10,22 +10,22 @@ from typing import Any
 
 from miles_hpc import edges
 from miles_hpc.errors import EdgeError
-from miles_hpc.rollout.conversation import Conversations, Voice, checked
+from miles_hpc.rollout.conversation import Conversations, SampleClient, checked
 from miles_hpc.rollout.request import Output, Request
 from miles_hpc.sample import Sample
 
 KEY = "rollout.function"
 
-Rollout = Callable[[list[list[Sample]], "Choir"], AsyncIterator[list[Sample]]]
+Rollout = Callable[[list[list[Sample]], "GroupClient"], AsyncIterator[list[Sample]]]
 
 
-class Choir:
+class GroupClient:
     """The engine, as a rollout function sees it: every request belongs to a sample."""
 
-    def __init__(self, voices: Mapping[tuple[int, int], Voice]) -> None:
-        self._voices = voices
-        voice = next(iter(voices.values()))
-        self.tokenizer, self.max_new_tokens = voice.tokenizer, voice.max_new_tokens
+    def __init__(self, clients: Mapping[tuple[int, int], SampleClient]) -> None:
+        self._clients = clients
+        client = next(iter(clients.values()))
+        self.tokenizer, self.max_new_tokens = client.tokenizer, client.max_new_tokens
 
     async def generate(self, sample: Sample, tokens: Sequence[int], max_new_tokens: int | None = None) -> Output:
         """Continue `tokens` with the noise of `sample` at these positions: the same tokens are continued in the same way.
@@ -33,10 +33,10 @@ class Choir:
         Raises:
             ValueError: there is no room for a single token.
         """
-        return await self._voices[_name(sample)].generate(tokens, max_new_tokens)
+        return await self._clients[_name(sample)].generate(tokens, max_new_tokens)
 
 
-class Ensemble(Conversations):
+class GroupConversations(Conversations):
     """As `Conversations`; the function is called once for all requests that are added together."""
 
     def add(self, requests: Sequence[Request]) -> list[int]:
@@ -49,16 +49,16 @@ class Ensemble(Conversations):
     async def _answer(self, requests: dict[int, Request]) -> None:
         samples = [self.describe(request) for request in requests.values()]
         keys = dict(zip(map(_name, samples), requests, strict=True))
-        voices = dict(zip(map(_name, samples), map(self._voice, requests.values()), strict=True))
+        clients = dict(zip(map(_name, samples), map(self._client, requests.values()), strict=True))
         try:
-            async for name, output in perform(self.function, samples, Choir(voices), self.longest):
+            async for name, output in perform(self.function, samples, GroupClient(clients), self.longest):
                 self._events.put(("done", keys.pop(name), output))
         except BaseException as error:
             self._events.put(("done", next(iter(keys.values()), next(iter(requests))), error))
 
 
 async def perform(
-    function: Any, samples: list[Sample], choir: Choir, longest: int
+    function: Any, samples: list[Sample], client: GroupClient, longest: int
 ) -> AsyncIterator[tuple[tuple[int, int], Output]]:
     """Every sample's (prompt id, number) with its answer, checked.
 
@@ -67,7 +67,7 @@ async def perform(
     """
     prompts = {_name(sample): list(sample.tokens) for sample in samples}
     try:
-        async for group in function(_groups(samples), choir):
+        async for group in function(_groups(samples), client):
             for sample in group:
                 if not isinstance(sample, Sample) or _name(sample) not in prompts:
                     raise edges.wrong(KEY, function, "groups of the samples that it was given, each once", sample)
