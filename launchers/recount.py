@@ -1,19 +1,19 @@
-"""A step's shards as `audit` reads them: straight from HDF5, by the documented names, without the code that wrote them."""
+"""A step's shards as `audit` reads them: straight from HDF5, by the documented names; only the checksum is the writer's."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import h5py
 import numpy as np
+
+from miles_hpc.samples import store
 
 Key = tuple[int, int]
 """Prompt id and sample index."""
 
 ROLLOUT = {"tokens", "rollout_log_probs", "loss_mask", "weight_versions"}
 TRAIN = {"rollout_log_probs", "loss_mask", "train_log_probs"}
-PER_SAMPLE = {"prompt_ids", "sample_index", "rewards", "advantages"}
-
+PER_SAMPLE = {"prompt_ids", "sample_index", "rewards", "advantages", "refusals"}
 
 MEANS = ("logp_abs_diff_mean", "rollout_kl_k1", "rollout_kl_k3", "ratio_outside")
 """Distances between trainer and sampler that are means over answer tokens."""
@@ -107,25 +107,20 @@ def unrouted(step: Step) -> list[str]:
 def _rows(file: Path, per_token: set[str], value: str, problems: list[str]) -> Iterator[tuple[Key, Row]]:
     try:
         arrays = _arrays(file, per_token | {"prompt_ids", "sample_index", "offsets", value})
-        refusals = _refusals(file, len(arrays["prompt_ids"]))
     except Damaged as error:
         problems.append(str(error))
         return
     offsets = arrays["offsets"]
+    refusals = [text.decode() for text in arrays.get("refusals", [b""] * len(offsets))]
     for i, key in enumerate(zip(arrays["prompt_ids"].tolist(), arrays["sample_index"].tolist(), strict=True)):
         tokens = {name: arrays[name][offsets[i] : offsets[i + 1]] for name in arrays.keys() & {*per_token, "routing"}}
         yield key, Row(file, {**tokens, value: arrays[value][i]}, refusals[i])
 
 
-def _refusals(file: Path, samples: int) -> list[str]:
-    with h5py.File(file, "r", locking=False) as shard:
-        return [text.decode() for text in shard["refusals"][()]] if "refusals" in shard else [""] * samples
-
-
 def _arrays(file: Path, names: set[str]) -> dict[str, np.ndarray]:
     try:
-        with h5py.File(file, "r", locking=False) as shard:
-            optional = {"routing"} & shard.keys()
+        with store.opened(file) as shard:
+            optional = {"routing", "refusals"} & shard.keys()
             arrays = {name: shard[name][()] for name in sorted(names | optional)}
     except (OSError, KeyError, RuntimeError, ValueError) as error:
         raise Damaged(f"{file}: cannot be read: {error}") from None

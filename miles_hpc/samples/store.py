@@ -1,14 +1,16 @@
 """Sample shards on the shared filesystem: written whole under a temporary name, fsynced, renamed.
 
-A shard that has its final name is complete, and its checksum is verified at every reading. Readers open only final names,
-announced over MPI; a folder is listed only at a restart. HDF5's own file locks are off, since Lustre and NFS mounts often
-refuse them.
+A shard that has its final name is complete: an HDF5 file, and behind it a seal with the checksum of all its bytes. It is
+verified before HDF5 sees them, which hands out a flipped bit without a word, and at some ends the process (SIGSEGV, seen with
+h5py 3.16). Other programs open a shard as any HDF5 file. Readers open only final names, announced over MPI; a folder is listed
+only at a restart.
 """
 
 import errno
 import io
 import os
 import re
+import struct
 import time
 import uuid
 import zlib
@@ -32,6 +34,8 @@ VISIBLE_SECONDS = 30.0
 # Somebody may make room while the ranks wait; to end the world at once would cost all of them another start.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 FULL_SECONDS, RETRY_SECONDS = 30.0, 0.5
+
+MAGIC, SEAL = b"shard crc", struct.Struct("<9sI")
 
 # What h5py raises for a file whose structure is broken, besides OSError.
 DAMAGE = (KeyError, ValueError, RuntimeError, IndexError, TypeError, AttributeError, OverflowError, MemoryError)
@@ -102,6 +106,18 @@ def read(shard: Path, deadline: float = VISIBLE_SECONDS) -> Samples:
             raise SampleError(f"shard is damaged: {error}", where=str(shard)) from error
 
 
+def opened(shard: Path) -> h5py.File:
+    """Any shard, for reading, once its bytes were found to be those that were written.
+
+    Raises:
+        ValueError: they are not.
+    """
+    data = shard.read_bytes()
+    if data[-SEAL.size :] != seal(memoryview(data)[: -SEAL.size]):
+        raise ValueError("its bytes do not have the checksum they were written with")
+    return h5py.File(io.BytesIO(data), "r")
+
+
 def on_disk(paths: RunPaths, step: int, drafts: bool = False) -> list[Path]:
     """Final rollout shards of `step`, or those of drafts, by name; used only at a restart."""
     kind = "drafts" if drafts else "rollout"
@@ -143,10 +159,15 @@ def _write(
     final: Path, arrays: Mapping[str, np.ndarray], texts: Mapping[str, list[str]], attributes: Mapping[str, int]
 ) -> None:
     temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex}.tmp")
+    image = _image(arrays, texts, attributes)
     try:
-        with _Sink(temporary, "x+") as sink:
-            _fill(sink, arrays, {name: [_storable(text) for text in values] for name, values in texts.items()}, attributes)
-            sink.settle()
+        # The checksum costs about as much as the write; both let go of the interpreter lock.
+        with ThreadPoolExecutor(1) as pool, temporary.open("xb") as file:
+            checksum = pool.submit(seal, image)
+            file.write(image)
+            file.write(checksum.result())
+            file.flush()
+            os.fsync(file.fileno())
         temporary.rename(final)
         fsync(final.parent)
     except OSError:
@@ -154,47 +175,21 @@ def _write(
         raise
 
 
-class _Sink(io.FileIO):
-    """A file under HDF5 that keeps the first error of the disk to itself: HDF5 cannot close a file that it cannot write."""
-
-    error: OSError | None = None
-
-    def write(self, data: Any, /) -> int:
-        rest = memoryview(data).cast("B")
-        size = len(rest)
-        try:
-            while rest and not self.error:
-                rest = rest[super().write(rest) :]
-        except OSError as error:
-            self.error = error
-        return size
-
-    def truncate(self, size: int | None = None, /) -> int:
-        try:
-            return super().truncate(size)
-        except OSError as error:
-            self.error = self.error or error
-            return size or 0
-
-    def settle(self) -> None:
-        """Raise what the disk said, or make the bytes durable."""
-        if self.error:
-            raise self.error
-        os.fsync(self.fileno())
+def _image(arrays: Mapping[str, np.ndarray], texts: Mapping[str, list[str]], attributes: Mapping[str, int]) -> memoryview:
+    """The bytes of an HDF5 file, made in memory: HDF5 cannot close a file that it cannot write."""
+    image = io.BytesIO()
+    with h5py.File(image, "w") as file:
+        for name, values in arrays.items():
+            file.create_dataset(name, data=values)
+        for name, strings in texts.items():
+            file.create_dataset(name, data=[_storable(text) for text in strings], dtype=h5py.string_dtype())
+        file.attrs.update(attributes)
+    return image.getbuffer()
 
 
-def _fill(sink: _Sink, arrays: Mapping[str, np.ndarray], texts: Mapping[str, list[str]], attributes: Mapping[str, int]) -> None:
-    try:
-        # The checksum costs as much as the write; both let go of the interpreter lock.
-        with ThreadPoolExecutor(1) as pool, h5py.File(sink, "w") as file:
-            checksum = pool.submit(_checksum, arrays, texts)
-            for name, values in arrays.items():
-                file.create_dataset(name, data=values)
-            for name, strings in texts.items():
-                file.create_dataset(name, data=strings, dtype=h5py.string_dtype())
-            file.attrs.update({**attributes, "crc32": checksum.result()})
-    except (OSError, RuntimeError) as error:
-        raise sink.error or error from None
+def seal(image: bytes | memoryview) -> bytes:
+    """What stands behind an HDF5 file of these bytes."""
+    return SEAL.pack(MAGIC, zlib.crc32(image))
 
 
 def _refused(error: OSError, where: Path) -> SampleError:
@@ -203,28 +198,16 @@ def _refused(error: OSError, where: Path) -> SampleError:
 
 
 def _load(shard: Path) -> Samples:
-    with h5py.File(shard, "r", locking=False) as file:
+    with opened(shard) as file:
         arrays: dict[str, Any] = {name: file[name][()] for name in ARRAYS}
         texts: dict[str, Any] = {name: [text.decode() for text in file[name][()]] for name in TEXT}
         parts = {name: file[name][()] for name in file if name.startswith("reward_")}
         arrays |= {"routing": file["routing"][()]} if "routing" in file else {}
-        if file.attrs["crc32"] != _checksum(arrays | parts, texts):
-            raise ValueError("its content does not have the checksum it was written with")
     samples = Samples(
         **arrays, **texts, reward_parts={unquote(name.removeprefix("reward_")): part for name, part in parts.items()}
     )
     _check(samples)
     return samples
-
-
-def _checksum(arrays: Mapping[str, np.ndarray], texts: Mapping[str, list[str]]) -> int:
-    """CRC-32 over all names and values: HDF5 itself would hand out a flipped bit without a word."""
-    found = 0
-    for name in sorted(arrays):
-        found = zlib.crc32(np.ascontiguousarray(arrays[name]).view(np.uint8).data, zlib.crc32(name.encode(), found))
-    for name in sorted(texts):
-        found = zlib.crc32("\0".join(texts[name]).encode(), found)
-    return found
 
 
 def _storable(text: str) -> str:
