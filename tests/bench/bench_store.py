@@ -52,6 +52,7 @@ def run() -> list[dict[str, Any]]:
 
 
 def _case(name: str, data: Samples, paths: RunPaths) -> dict[str, Any]:
+    paths.folder.mkdir()
     content = store.write(paths, 0, 0, 1, data).read_bytes()
     raw, shard = paths.step_samples(0) / "raw", paths.rollout_shard(0, 0, 0)
     stored, plain, loaded, read = [], [], [], []
