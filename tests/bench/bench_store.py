@@ -87,7 +87,7 @@ def _raw_write(final: Path, content: bytes) -> None:
         file.write(content)
         os.fsync(file.fileno())
     temporary.rename(final)
-    store._fsync(final.parent)
+    store.fsync(final.parent)
 
 
 def _seconds(work: Callable[[], object]) -> float:
