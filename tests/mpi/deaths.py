@@ -1,8 +1,9 @@
-"""deaths.py ROLE SIZE FOLDER [SEED]: weights from training ranks to engines, and answers from engines that have them.
+"""deaths.py ROLE SIZE FOLDER [SEED | patient]: weights from training ranks to engines, and answers from engines that have them.
 
 The program of the engine is replaced by `engine.py`; host, restarts, flights, receiver and sender are the real ones. Version v
 is the checkpoint plus v + 1, so that an engine that answers with what it was started with is found out. With SEED every
-message, and everything that an engine does, comes late by chance.
+message, and everything that an engine does, comes late by chance. A patient rank repairs its engine only once the others have
+answered all that it asked them for; else whoever is faster decides how much they help.
 """
 
 import json
@@ -10,7 +11,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from miles_hpc.errors import MilesError
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.receiver import Receiver
 from miles_hpc.rollout.engine import EngineHost
+from miles_hpc.rollout.help import HELP, Help
 from miles_hpc.rollout.request import Request
 from miles_hpc.rollout.restarts import DEATH, Restarts
 from miles_hpc.sync import Sender
@@ -78,7 +80,7 @@ def train(world: World, folder: Path, heartbeat: Heartbeat) -> None:
         (folder / "told").write_text(json.dumps({"steps": steps, "deaths": deaths, "rounds": sender.round.number}))
 
 
-def rollout(world: World, folder: Path, heartbeat: Heartbeat) -> None:
+def rollout(world: World, folder: Path, heartbeat: Heartbeat, patience: bool) -> None:
     os.environ["RANK"] = str(world.rank)
     engine = Engine(config(folder), folder, folder / f"engine-{world.rank}.log", heartbeat.beat)
     restarts = Restarts(engine, world, heartbeat, SECONDS, "look")
@@ -86,6 +88,8 @@ def rollout(world: World, folder: Path, heartbeat: Heartbeat) -> None:
     restarts.ready()
     receiving = Receiver(world, engine, restarts, 1, "gloo", heartbeat, SECONDS)
     engine.recover = receiving.recover
+    if patience:
+        wait_for_help(world, receiving.help)
     for version in range(VERSIONS):
         receiving.receive(version)
         assert receiving.version == version
@@ -118,6 +122,20 @@ def delay(world: World, seed: str) -> None:
     os.environ["SEED"] = seed
 
 
+def wait_for_help(world: World, help: Help) -> None:
+    """Answers are taken as they come and given out when they are asked for."""
+    ask, take, came = help.ask, world.take, []
+
+    def ask_and_wait(version: int, requests: Mapping[int, Request]) -> None:
+        ask(version, requests)
+        world.until(lambda: came.extend(iter(lambda: take(HELP), None)) or len(came) == len(requests), SECONDS, "all help")
+
+    def take_what_came(tag: int, source: int | None = None) -> Any:
+        return came.pop(0) if tag == HELP and came else take(tag, source)
+
+    help.ask, world.take = ask_and_wait, take_what_came
+
+
 def config(folder: Path) -> Config:
     sections = {"run": {"name": "t", "steps": 1}, "model": {"path": str(folder)}, "data": {"prompts": "a:b"}}
     rollout = {"prompts_per_step": 1, "samples_per_prompt": 2, "max_new_tokens": 4, "reward": "a:b", "timeout_seconds": 30.0}
@@ -125,12 +143,13 @@ def config(folder: Path) -> Config:
 
 
 def main() -> None:
-    role, size, where, *seed = sys.argv[1:]
+    role, size, where, *how = sys.argv[1:]
     folder = Path(where)
     pace.LEAST_SECONDS = receiver.GRACE_SECONDS = 2.0
     world = connect(role, int(size), lambda: None)
-    if seed:
-        delay(world, seed[0])
+    patience = how == ["patient"]
+    if how and not patience:
+        delay(world, how[0])
     heartbeat = Heartbeat(folder / f"beat-{world.rank}.json", role, world.rank, 1)
     try:
         if role == "train":
@@ -138,7 +157,7 @@ def main() -> None:
             dist.init_process_group("gloo", store=store, rank=world.role_rank, world_size=world.role_size)
             train(world, folder, heartbeat)
         else:
-            rollout(world, folder, heartbeat)
+            rollout(world, folder, heartbeat, patience)
     except MilesError as error:
         Path(folder, f"refused-{role}").write_text(str(error))  # what is printed just before an abort may be lost
         world.abort(1)
