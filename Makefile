@@ -39,6 +39,7 @@ check: $(STAMP)  ## style, shell scripts, types, import rules, sizes
 	$(BIN)/shellcheck .ci/run requirements/*.sh slurm/*.sh tests/launchers/golden/*.sbatch tests/launchers/golden/*.sh
 	rm -rf build && $(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/wheel .
 	cd build/wheel && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p miles_hpc
+	cd build/wheel && MYPYPATH=$(CURDIR)/tests/train $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml $(CURDIR)/tests/bench
 	$(BIN)/pytest tests/test_imports.py tests/test_sizes.py
 
 bench: $(STAMP)  ## benchmarks, each beside its baseline; results go to docs/benchmarks

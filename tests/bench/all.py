@@ -41,13 +41,21 @@ def show(rows: list[dict[str, Any]]) -> None:
     Console(width=160).print(table)
 
 
+def transposed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows for a table of one column per `run`; what a run has not is None."""
+    keys = dict.fromkeys(key for row in rows for key in row if key != "run")
+    return [{"": key, **{row["run"]: row.get(key) for row in rows}} for key in keys]
+
+
 def main(names: list[str]) -> int:
     """Run the benchmarks named (default: all of this folder); each has `run() -> list of rows`."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
+    files = {file.stem.removeprefix("bench_").replace("_", "-"): file for file in sorted(HERE.glob("bench_*.py"))}
+    if unknown := set(names) - set(files):
+        print(f"no benchmark {', '.join(sorted(unknown))}: name some of {', '.join(files)}", file=sys.stderr)
+        return 2
     there = machine()
     print(json.dumps(there))
-    for file in sorted(HERE.glob("bench_*.py")):
-        name = file.stem.removeprefix("bench_").replace("_", "-")
+    for name, file in files.items():
         if names and name not in names:
             continue
         module = runpy.run_path(str(file))

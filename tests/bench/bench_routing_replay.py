@@ -30,9 +30,21 @@ from miles_hpc.rollout.engine import EngineHost
 from miles_hpc.rollout.request import Request
 from miles_hpc.samples.schema import Samples
 
-CPU = {"hidden_size": 128, "num_hidden_layers": 4, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 128}
+CPU: dict[str, Any] = {
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 128,
+}
 CPU |= {"vocab_size": 512, "max_position_embeddings": 256, "head_dim": 64, "initializer_range": 0.05}
-GPU = {"hidden_size": 1024, "num_hidden_layers": 12, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+GPU: dict[str, Any] = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 12,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+}
 GPU |= {"vocab_size": 32000, "max_position_embeddings": 1024, "num_attention_heads": 16, "num_key_value_heads": 4}
 GPU |= {"head_dim": 64, "initializer_range": 0.03}
 ON_GPU = torch.cuda.is_available()
@@ -44,13 +56,13 @@ PAIRS = 7
 
 def run() -> list[dict[str, Any]]:
     """A row for each figure: median and range over all models and sets of prompts."""
-    found = [row for model in range(MODELS) for row in measure(GPU if ON_GPU else CPU, SEEDS, model_seed=model)]
-    return [{"figure": name, **spread([row[name] for row in found])} for name in found[0]]
+    return figures([row for model in range(MODELS) for row in measure(GPU if ON_GPU else CPU, SEEDS, model_seed=model)])
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, least and most."""
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+def figures(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Median, least and most of each."""
+    values = {name: [row[name] for row in found] for name in found[0]}
+    return [{"figure": name, "median": statistics.median(v), "least": min(v), "most": max(v)} for name, v in values.items()]
 
 
 def measure(sizes: dict[str, Any], seeds: int = 1, pairs: int = PAIRS, model_seed: int = 0) -> list[dict[str, Any]]:
@@ -241,7 +253,9 @@ def routed(made: Any, samples: Samples, advantages: np.ndarray, on: bool) -> Rou
 
     policy, replays, routers = made.policy, made.policy.replays, made.policy.load.routers
     same: list[torch.Tensor] = [torch.empty(0)] * len(routers)
-    pairs, there, context = [], np.zeros(len(samples.tokens), bool), np.zeros(len(samples.tokens), bool)
+    pairs: list[torch.Tensor] = []
+    there, context = np.zeros(len(samples.tokens), bool), np.zeros(len(samples.tokens), bool)
+    log_probs = policy.log_probs
 
     def look(n: int, chosen: torch.Tensor) -> None:
         same[n] = chosen.gather(1, replays.layers[n].ids).all(-1)
@@ -256,14 +270,18 @@ def routed(made: Any, samples: Samples, advantages: np.ndarray, on: bool) -> Rou
         context[pack.flat] = _so_far(here, pack.positions)[pack.before].cpu().numpy()
         return result
 
+    def chosen_anew(router: Any, *arguments: Any) -> Any:
+        *scores, compute = arguments
+        return compute(*scores)
+
     hooks = [r.register_forward_hook(lambda m, i, out, n=n: look(n, out[1])) for n, r in enumerate(routers)]
-    log_probs, policy.log_probs, replay = policy.log_probs, scored, Replay.get_replay_topk
     try:
-        if not on:
-            Replay.get_replay_topk = lambda self, s, k, a=None, b=None, compute=None: compute(s, k, a, b)
-        made.step(samples, advantages, 0)
+        with ExitStack() as patches:
+            patches.enter_context(mock.patch.object(policy, "log_probs", scored))
+            if not on:
+                patches.enter_context(mock.patch.object(Replay, "get_replay_topk", chosen_anew))
+            made.step(samples, advantages, 0)
     finally:
-        Replay.get_replay_topk, policy.log_probs = replay, log_probs
         for hook in hooks:
             hook.remove()
     return Routed(torch.cat(pairs).float().mean().item(), there, context)

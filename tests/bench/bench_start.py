@@ -19,6 +19,7 @@ from miles_hpc.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBMIT = Path(sys.executable).with_name("miles-submit")
+EXAMPLE = ROOT / "docs/examples/arithmetic-moe.toml"
 SMALL = ["run.steps=1", "eval.prompts=8", "warm_start.steps=1", "rollout.prompts_per_step=8", "checkpoint.every_steps=1"]
 REPEATS = 2
 
@@ -36,21 +37,26 @@ def run() -> list[dict[str, Any]]:
             _command("cluster", "down", "--home", home)
 
 
-def _repeat(folder: Path, environment: dict[str, str]) -> dict[str, Any]:
+def _repeat(folder: Path, environment: dict[str, str]) -> dict[str, float]:
     started = time.time()
     job = ["sbatch", "--wait", "--output=/dev/null", "--wrap", "srun true"]
     subprocess.run(job, env=environment, check=True, capture_output=True)
     nothing = time.time() - started
     overrides = [word for text in [*SMALL, f"run.folder={folder}"] for word in ("--set", text)]
-    _command("run", ROOT / "docs/examples/arithmetic-moe.toml", *overrides, "--watch", environment=environment)
+    _command("run", EXAMPLE, *overrides, "--watch", environment=environment)
     paths = RunPaths(folder)
+    return row(paths, nothing, _engine_alone(paths))
+
+
+def row(paths: RunPaths, nothing: float, alone: float) -> dict[str, float]:
+    """Seconds since submission at each mark of a run, beside those of a job that does nothing and of an engine alone."""
     events = [json.loads(line) for line in paths.events.read_text(encoding="utf-8").splitlines()]
     submitted = paths.script.stat().st_mtime
     at = {event["event"]: event["time"] - submitted for event in reversed(events)}
     begun = json.loads(paths.start(1).read_text(encoding="utf-8"))["time"] - submitted
     return {
         "job that does nothing": nothing,
-        "engine alone": _engine_alone(paths),
+        "engine alone": alone,
         "attempt begins": begun,
         "trainer ready, warm start": at["start"],
         "first weights in the engine": at["sync"],

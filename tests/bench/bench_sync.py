@@ -16,6 +16,7 @@ from miles_hpc.paths import RunPaths
 
 ROOT = Path(__file__).resolve().parents[2]
 SUBMIT = Path(sys.executable).with_name("miles-submit")
+EXAMPLE = ROOT / "docs/examples/smollm2-math.toml"
 STEPS, REPEATS = 4, 5
 SMALL = [f"run.steps={STEPS}", f"checkpoint.every_steps={STEPS}", "eval.prompts=1"]
 SMALL += ["rollout.prompts_per_step=2", "rollout.max_new_tokens=4"]
@@ -25,28 +26,30 @@ def run() -> list[dict[str, Any]]:
     """One row: medians over the syncs after the first."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         syncs = _syncs(Path(folder) / "run")
+    return [row(syncs, broadcast(syncs[0]["bytes"]))]
+
+
+def row(syncs: list[dict[str, Any]], plain: float) -> dict[str, Any]:
+    """Of the `sync` events of a run and the seconds of a plain broadcast."""
     size, later = syncs[0]["bytes"], [s["seconds"] for s in syncs[1:]]
-    plain = _broadcast(size)
     seconds = statistics.median(later)
-    return [
-        {
-            "MB": size / 1e6,
-            "first sync s": syncs[0]["seconds"],
-            "sync s": seconds,
-            "slowest s": max(later),
-            "sync GB/s": size / seconds / 1e9,
-            "plain broadcast s": plain,
-            "plain GB/s": size / plain / 1e9,
-            "share of plain": plain / seconds,
-            "syncs": len(later),
-            "broadcasts": REPEATS,
-        }
-    ]
+    return {
+        "MB": size / 1e6,
+        "first sync s": syncs[0]["seconds"],
+        "sync s": seconds,
+        "slowest s": max(later),
+        "sync GB/s": size / seconds / 1e9,
+        "plain broadcast s": plain,
+        "plain GB/s": size / plain / 1e9,
+        "share of plain": plain / seconds,
+        "syncs": len(later),
+        "broadcasts": REPEATS,
+    }
 
 
 def _syncs(folder: Path) -> list[dict[str, Any]]:
     overrides = [word for text in [*SMALL, f"run.folder={folder}"] for word in ("--set", text)]
-    command = [SUBMIT, "run", ROOT / "docs/examples/smollm2-math.toml", *overrides, "--local", "--watch"]
+    command = [str(SUBMIT), "run", str(EXAMPLE), *overrides, "--local", "--watch"]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(f"the run ended with {result.returncode}:\n{result.stdout[-2000:]}{result.stderr[-2000:]}")
@@ -54,7 +57,7 @@ def _syncs(folder: Path) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "sync"]
 
 
-def _broadcast(size: int) -> float:
+def broadcast(size: int) -> float:
     """Median seconds of the sender, from before the first bucket to the receiver's answer."""
     from miles_hpc.buckets import BUCKET_MIB
 

@@ -57,6 +57,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=gpu_generation.ROUNDS, help="turns of native and exact")
     parser.add_argument("--modes", nargs="+", choices=list(gpu_generation.MODES), default=list(gpu_generation.MODES))
     options = parser.parse_args()
+    if unknown := set(options.names) - {*gpu_models.MODELS, *OTHERS}:
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}")
     import torch
 
     if not torch.cuda.is_available():

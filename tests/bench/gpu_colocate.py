@@ -84,7 +84,7 @@ def main(runs: list[str]) -> int:
     import torch
 
     rows = [measure(Path(run)) for run in runs]
-    bench.show([{"": key, **{row["run"]: row.get(key) for row in rows}} for key in rows[0] if key != "run"])
+    bench.show(bench.transposed(rows))
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     result = {"machine": bench.machine() | {"gpu": gpu}, "what": (__doc__ or "").strip().splitlines()[0], "rows": rows}
     (bench.RESULTS / "gpu-colocate.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -100,7 +100,8 @@ def measure(hosts: dict[str, Host], rounds: int) -> tuple[list[dict[str, Any]], 
 
 def measure_long(hosts: dict[str, Host], rounds: int) -> tuple[list[dict[str, Any]], dict[str, list[Pair]]]:
     """Long prompts that are in the cache: decoding alone counts. Samples are those of the first turn and of a cached one."""
-    rows, pairs = [], defaultdict(list)
+    rows: list[dict[str, Any]] = []
+    pairs: dict[str, list[Pair]] = defaultdict(list)
     for batch, tokens in LONG:
         rates: dict[str, list[float]] = defaultdict(list)
         prompts = [random.Random(i).choices(range(3, 31000), k=tokens) for i in range(batch)]

@@ -7,7 +7,7 @@ from miles_hpc.rollout import sglang
 
 MORE = "BENCH_SGLANG_ARGUMENTS"
 _usual = sglang.server_arguments
-sglang.server_arguments = lambda a, cuda: _usual(a, cuda) | json.loads(os.environ[MORE])
+sglang.server_arguments = lambda a, gpus: _usual(a, gpus) | json.loads(os.environ[MORE])
 
 if __name__ == "__main__":
     sglang.main()

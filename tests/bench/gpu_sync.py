@@ -47,14 +47,15 @@ def measure(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             raise RuntimeError(f"{name}: miles_hpc.prepare ended with {prepare.returncode}")
     _say("prepared")
     for name in gpu_models.MODELS:
-        rows.append(_row(name, folder / name))
+        syncs = _syncs(folder / name)
+        rows.append(row(name, syncs, _broadcast(syncs[0]["bytes"], folder / name)))
         yield "sync", rows
 
 
-def _row(name: str, folder: Path) -> dict[str, Any]:
-    syncs = _syncs(folder)
+def row(name: str, syncs: list[dict[str, Any]], plain: float) -> dict[str, Any]:
+    """Of the `sync` events of a run and the seconds of a raw broadcast."""
     size, later = syncs[0]["bytes"], [sync["seconds"] for sync in syncs[2:]]
-    seconds, plain = statistics.median(later), _broadcast(size, folder)
+    seconds = statistics.median(later)
     _say(f"{name}: broadcast of {size} bytes {plain:.4f} s, sync {seconds:.4f} s")
     return {
         "model": name,
@@ -109,7 +110,7 @@ def _syncs(folder: Path) -> list[dict[str, Any]]:
 
 def _wait(events: Path, ranks: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
     """The first STEPS syncs of a run under way. Raises: RuntimeError if it ends or takes too long before."""
-    deadline, syncs = time.monotonic() + LIMIT, []
+    deadline, syncs = time.monotonic() + LIMIT, list[dict[str, Any]]()
     while ranks.poll() is None and time.monotonic() < deadline:
         lines = events.read_text(encoding="utf-8").splitlines()[:-1] if events.exists() else []
         known, syncs = len(syncs), [event for event in map(json.loads, lines) if event["event"] == "sync"]

@@ -4,20 +4,23 @@ import os
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from gpu_generation import Pair, config
+
+from miles_hpc.samples.schema import Samples
+
+if TYPE_CHECKING:
+    from miles_hpc.train.trainer import Trainer
 
 PEAK = 989e12
 """Dense bfloat16 products of an H100 or H200, FLOP/s."""
 STEPS = 4
 
 
-def samples(pairs: list[Pair]) -> Any:
+def samples(pairs: list[Pair]) -> Samples:
     """As the trainer gets them; rewards are made up."""
-    from miles_hpc.samples.schema import Samples
-
     lengths = np.array([[len(r.tokens), len(o.tokens)] for r, o in pairs])
     mask = np.concatenate([np.repeat([0, 1], pair) for pair in lengths]).astype(np.uint8)
     log_probs = np.zeros(len(mask), np.float32)
@@ -79,7 +82,7 @@ def measure(folder: Path, numerics: str, long: list[Pair], pairs: list[Pair], ac
     }
 
 
-def _compare(trainer: Any, every: Any) -> dict[str, Any]:
+def _compare(trainer: "Trainer", every: Samples) -> dict[str, Any]:
     """Log-probs of trainer and sampler, of all answer tokens."""
     found = np.zeros(len(every.tokens), np.float32)
     trainer._score(trainer.policy, every, [np.arange(len(every))], found, None)

@@ -6,6 +6,7 @@ One small run, one of whose ranks is killed once on the way; every test looks at
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,13 @@ from miles_hpc import device
 from miles_hpc.launchers import audit, cli, node, progress, report, state
 from miles_hpc.paths import RunPaths
 from miles_hpc.samples import store
+
+sys.path.append(str(Path(__file__).parents[1] / "bench"))
+import all as bench
+import bench_start
+import bench_sync
+import gpu_colocate
+import gpu_learning
 
 pytestmark = [pytest.mark.slurm, pytest.mark.engine]
 STEPS = 4
@@ -37,6 +45,8 @@ max_new_tokens = 20
 flush_groups = 4
 reward = "beside:reward"
 """
+BY_HAND = {"what", "steps", "date", "commit"}
+"""Columns of docs/benchmarks/gpu-colocate.json that `gpu_colocate.py` does not know."""
 BESIDE = """\
 import torch
 
@@ -158,6 +168,22 @@ def test_old_checkpoints_are_gone_and_the_export_loads(run):
     model = AutoModelForCausalLM.from_pretrained(run.export, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(run.export, local_files_only=True)
     assert model.config.num_experts == 8 and tokenizer.decode(tokenizer.encode("1 + 2 =")) == "1 + 2 ="
+
+
+def test_benchmarks_read_it(run):
+    """Their columns are those of the results in docs/benchmarks."""
+    syncs = [e for e in events(run) if e["event"] == "sync"]
+    assert list(bench_sync.row(syncs, 0.5)) == columns("sync")
+    marks = bench_start.row(run, 2.0, 20.0)
+    assert list(marks) == columns("start") and list(marks.values())[2:] == sorted(list(marks.values())[2:])
+    assert list(gpu_learning.measure(run.folder)) == columns("gpu-learning")
+    turns = gpu_colocate.measure(run.folder)
+    assert turns["outside rollout, train, sync %"] > 0
+    assert {c for c in columns("gpu-colocate") if not c.startswith(("engine/", "asleep"))} - set(turns) == BY_HAND
+
+
+def columns(name: str) -> list[str]:
+    return list(json.loads((bench.RESULTS / f"{name}.json").read_text())["rows"][0])
 
 
 def test_no_process_is_left(run):

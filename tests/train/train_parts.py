@@ -19,7 +19,7 @@ from miles_hpc.samples.schema import Samples
 
 VOCAB = 155
 FAMILIES = ("qwen3", "moe", "llama")
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -32,7 +32,7 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": 1,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
 
 
 def hf_model(family: str, seed: int = 0, **changes: Any) -> Any:
@@ -41,6 +41,7 @@ def hf_model(family: str, seed: int = 0, **changes: Any) -> Any:
     import transformers as hf
 
     torch.manual_seed(seed)
+    model: Any
     if family == "qwen3":
         model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES | changes))
     elif family == "moe":
@@ -150,7 +151,7 @@ def short_of_memory(tokens: int, at: str = "forward") -> Iterator[list[int]]:
             fail() if at == "forward" else found[0].requires_grad and found[0].register_hook(fail)
         return found
 
-    Policy.log_probs = limited  # type: ignore[method-assign]
+    Policy.log_probs = limited  # type: ignore[method-assign, assignment]
     try:
         yield sizes
     finally:
