@@ -1,9 +1,9 @@
 """What may be loaded where, seen from the outside: in a fresh Python, by `sys.modules`."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -45,11 +45,17 @@ def test_help_answers_at_once(arguments):
     command = [str(Path(sys.executable).with_name("miles-submit")), *arguments]
     seconds = []
     for _ in range(5):
-        started = time.monotonic()
+        before = used()
         result = subprocess.run(command, capture_output=True, text=True)
-        seconds.append(time.monotonic() - started)
+        seconds.append(used() - before)
         assert result.returncode == 0 and "usage: miles-submit" in result.stdout
     assert min(seconds) < 0.5
+
+
+def used() -> float:
+    """Seconds of processor time that this process's children took: of a busy machine they take no more."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def test_no_top_level_kernels():

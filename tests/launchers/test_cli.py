@@ -3,7 +3,6 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -122,9 +121,7 @@ def test_answers_at_once_and_without_heavy_imports(no_slurm, toml, arguments):
         f"try: main({words!r})\nexcept SystemExit: pass\n"
         "print(json.dumps([m for m in ('torch', 'h5py', 'numpy', 'rich', 'submitit', 'mpi4py') if m in sys.modules]))"
     )
-    before = time.process_time(), time.monotonic()
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert time.monotonic() - before[1] < 5  # on a busy machine; 0.3 s on a quiet one
     assert json.loads(result.stdout.splitlines()[-1]) == []
 
 

@@ -42,11 +42,14 @@ def test_real_devices_are_dealt_out_to_the_nodes(prefix):
     ]
 
 
-def test_ports_in_use_are_passed_over():
-    first = cluster._free_ports(4)
+def test_ports_in_use_are_passed_over(monkeypatch):
+    monkeypatch.setattr(cluster, "LAST_PORT", 65000)
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", first[2]))
-        assert first[2] not in cluster._free_ports(4)
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(cluster, "FIRST_PORT", port - 2)
+        found = cluster._free_ports(4)
+        assert port not in found and len(found) == 4
 
 
 def test_a_daemon_that_says_no_shows_the_end_of_its_log(tmp_path):

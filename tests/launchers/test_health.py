@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -173,10 +172,11 @@ def test_ranks_of_this_run_and_what_they_started_are_ended_and_nobody_else(paths
         subprocess.Popen([*sleep, "logs", str(paths.folder), "--attempt", "1"]),  # someone reads a log
     ]
     try:
-        time.sleep(0.5)
+        while not all(Path(f"/proc/{process.pid}/cmdline").read_bytes() for process in (*ours, *others)):
+            pass  # a program that has just begun has none yet
         assert {pid for pid, _ in node.stale(paths.folder)} == {process.pid for process in ours}
         assert health.main(paths.folder, 1, []) == 0
-        assert [process.wait(10) for process in ours] == [-signal.SIGKILL] * 2
+        assert [process.wait(60) for process in ours] == [-signal.SIGKILL] * 2
         assert [process.poll() for process in others] == [None] * 3
     finally:
         for process in (*ours, *others):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from miles_hpc.errors import UserError
-from miles_hpc.launchers import logs, state, status, submission, verdict, why
+from miles_hpc.launchers import logs, state, status, submission, verdict, watch, why
 from miles_hpc.paths import RunPaths
 
 PROBE = str(Path(__file__).parents[1] / "slurm/probe.py")
@@ -19,7 +19,7 @@ def start(toml: Path, mode: str, prepare: str = "prepare", *overrides: str) -> P
     return submission.run(toml, [*SIZE, *overrides], without_slurm=True, **programs)
 
 
-def wait(condition, seconds: float = 30.0) -> None:
+def wait(condition, seconds: float = 180.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "did not happen in time"
@@ -86,8 +86,10 @@ def test_two_runs_at_once_get_folders_of_their_own(no_slurm, toml):
     assert [state.state_of(run).word for run in runs] == ["done", "done"]
 
 
-def test_watch_shows_progress_and_returns_the_runs_exit_code(no_slurm, toml, capsys):
-    assert submission.follow(start(toml, "done"), watch=True) == 0
+def test_watch_shows_progress_and_returns_the_runs_exit_code(no_slurm, toml, capsys, monkeypatch):
+    run, sleep = start(toml, "hold"), time.sleep
+    monkeypatch.setattr(watch.time, "sleep", lambda seconds: (run / "go").touch() or sleep(seconds))  # it was shown by then
+    assert submission.follow(run, watch=True) == 0
     assert "step 0/3  [running" in capsys.readouterr().out
     assert submission.follow(start(toml, "done", "prepare-fails"), watch=True) == 2
     assert "user_error (in prepare)" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 from miles_hpc.heartbeat import Heartbeat
 
@@ -15,13 +16,18 @@ def test_a_new_phase_is_written_at_once(tmp_path):
     assert beat["pid"] and beat["node"] and beat["peak_memory_mib"] > 0
 
 
-def test_polling_writes_at_most_once_a_second(tmp_path):
+def test_polling_writes_at_most_once_a_second(tmp_path, monkeypatch):
+    now = [5.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     heartbeat = Heartbeat(tmp_path / "beat.json", "train", 0, 1)
     heartbeat.enter("wait", 1)
     first = heartbeat.file.stat().st_ino
     for _ in range(1000):
         heartbeat.beat()
     assert heartbeat.file.stat().st_ino == first
+    now[0] += 1.0
+    heartbeat.beat()
+    assert json.loads(heartbeat.file.read_text())["beats"] == 2
 
 
 def test_a_folder_that_is_gone_does_not_end_the_rank(tmp_path):

@@ -24,11 +24,11 @@ class Standing:
 
     def halt(self, *_: object) -> bool:
         self.there.set()
-        return self.go.wait(20)
+        return self.go.wait(100)
 
     def __enter__(self) -> "Standing":
         self.thread.start()
-        assert self.there.wait(20)
+        assert self.there.wait(100)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -56,7 +56,7 @@ def test_a_wait_for_other_ranks_is_known(monkeypatch):
     world = World(None, None, "train", 0, (0,), (1,), ("a", "a"), lambda: None)
     # the halt is no frame of a user in reality: MPI's Test is C
     monkeypatch.setattr(position, "LIBRARIES", (*position.LIBRARIES, __file__))
-    with Standing(lambda halt: world.wait(Never(halt), 10, "a word")) as standing:
+    with Standing(lambda halt: world.wait(Never(halt), 100, "a word")) as standing:
         at, waits_for = position_of(standing.thread.ident)
     assert at.endswith(" wait") and "world.py" in at and waits_for == RANKS
 
@@ -72,7 +72,7 @@ def test_a_wait_for_the_engine_is_known(monkeypatch):
         engine = EngineHost.__new__(EngineHost)
         engine._connection, engine.poll_hook = Silent(), lambda: None
         Silent.recv = lambda self: None
-        engine._receive("a test", 10)
+        engine._receive("a test", 100)
 
     with Standing(receive) as standing:
         at, waits_for = position_of(standing.thread.ident)

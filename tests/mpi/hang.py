@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from miles_hpc import verdicts
+from miles_hpc import verdicts, watchdog
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.paths import RunPaths
 from miles_hpc.watch import Limits, Watch
@@ -24,7 +24,14 @@ from miles_hpc.watchdog import Watchdog
 from miles_hpc.world import World, connect
 
 STEPS, WORD = 4, 7
-LIMITS = Limits(silent=4.0, still=3.0, factor=3.0, long=12.0)
+SHORT, LONG = 3.0, 60.0
+LIMITS = {
+    "stopped": Limits(SHORT, LONG, long=LONG),
+    "blocked": Limits(SHORT, LONG, long=LONG),
+    "asleep": Limits(LONG, SHORT, long=LONG),
+    "slow": Limits(4 * SHORT, SHORT, long=LONG),
+}
+"""What is not to be found must not be found: a busy machine may let a process wait for long."""
 
 
 def sleep_for_ever() -> None:
@@ -46,6 +53,19 @@ def misbehave(mode: str, rank: int, step: int, folder: Path) -> None:
     if mode == "slow":
         subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def leave_together(folder: Path, ranks: int) -> None:
+    """So many ranks can write their stacks. None leaves before all have, since the first that does ends the world."""
+    leave = os._exit
+
+    def leave_last(code: int) -> None:
+        (folder / f"leaves-{os.getpid()}").touch()
+        while len(list(folder.glob("leaves-*"))) < ranks:
+            time.sleep(0.05)
+        leave(code)
+
+    watchdog.LEAVE_SECONDS, os._exit = 0.0, leave_last
 
 
 def train(world: World, heartbeat: Heartbeat, folder: Path, mode: str) -> None:
@@ -72,9 +92,10 @@ def main() -> None:
     role, size, name, mode = sys.argv[1:]
     folder, rank = Path(name), int(os.environ["PMI_RANK"])
     heartbeat = Heartbeat(RunPaths(folder).heartbeat(rank), role, rank, 1)
-    watch = Watch({0: "train", 1: "train", 2: "rollout", 3: "rollout"}, LIMITS)
-    watchdog = Watchdog(heartbeat, RunPaths(folder), 1, watch, watching=rank in (0, 2))
-    watchdog.start()
+    watch = Watch({0: "train", 1: "train", 2: "rollout", 3: "rollout"}, LIMITS[mode])
+    leave_together(folder, 4 if mode == "asleep" else 3)
+    dog = Watchdog(heartbeat, RunPaths(folder), 1, watch, watching=rank in (0, 2))
+    dog.start()
     world = connect(role, int(size), heartbeat.beat)
     if role == "train":
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/group"), rank=rank, world_size=2)
@@ -82,7 +103,7 @@ def main() -> None:
     else:
         rollout(world, heartbeat)
     world.barrier()
-    watchdog.stop()
+    dog.stop()
     if rank == 0:
         verdicts.write(RunPaths(folder), 1, kind="done")
 

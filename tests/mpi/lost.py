@@ -19,18 +19,18 @@ from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.paths import RunPaths
 from miles_hpc.world import World, connect
 
-PATIENCE_SECONDS = {"killed": 60.0, "late": 10.0}
+PATIENCE = timedelta(seconds=1)
 
 
 def train(world: World, folder: Path, mode: str) -> None:
-    limit = timedelta(seconds=PATIENCE_SECONDS[mode])
-    store = dist.FileStore(f"{folder}/group")
-    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=2, timeout=limit)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/group"), rank=world.rank, world_size=2)
     dist.all_reduce(torch.ones(1))
     if world.rank == 1 and mode == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if world.rank == 1 and mode == "late":
-        time.sleep(60)
+        time.sleep(600)
+    if mode == "late":
+        dist.distributed_c10d._set_pg_timeout(PATIENCE)
     dist.all_reduce(torch.ones(1))
 
 
@@ -44,7 +44,7 @@ def main() -> None:
     try:
         if told.role == "train":
             train(world, paths.folder, mode)
-        world.receive(7, 60, "a word that never comes")
+        world.receive(7, 600, "a word that never comes")
     except BaseException as error:
         rank_main._fail(error, paths, told.attempt, heartbeat)
         rank_main._end([world])

@@ -19,7 +19,7 @@ from miles_hpc.stop import Leaving, Stop, Vote
 from miles_hpc.world import World, connect
 
 SIGNALS = {"generation": (3, signal.SIGUSR2), "update": (1, signal.SIGTERM), "fits": (2, signal.SIGUSR2)}
-WARNING_SECONDS, WEIGHTS = 20.0, 12
+WARNING_SECONDS, WEIGHTS = 120.0, 12
 
 
 def train(world: World, stop: Stop, mode: str) -> str:
@@ -30,7 +30,7 @@ def train(world: World, stop: Stop, mode: str) -> str:
             if vote(world.leads and stop.due(60.0)):
                 return f"at batch {min(batch, 1)}"
             time.sleep(0.02)
-    inbox = Leaving(Inbox(world, 60), lambda: stop.due(60.0 if mode == "generation" else 1.0))
+    inbox = Leaving(Inbox(world, 60), lambda: stop.due(600.0 if mode == "generation" else 1.0))
     if world.leads:
         world.until(lambda: inbox.complete or (inbox.take() and inbox.complete), 60, "samples")
     return "in the wait" if world.agree(inbox.left) else "not at all"

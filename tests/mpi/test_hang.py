@@ -4,6 +4,7 @@ import json
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from miles_hpc.paths import RunPaths
@@ -15,10 +16,9 @@ def verdict(run: Path) -> dict:
     return json.loads(RunPaths(run).verdict(1).read_text())
 
 
-def living(run: Path) -> list[Path]:
+def living(run: Path) -> list[psutil.Process]:
     """Ranks of this world that are still there."""
-    lines = [process / "cmdline" for process in Path("/proc").iterdir() if process.name.isdigit()]
-    return [line.parent for line in lines if line.exists() and str(run).encode() in line.read_bytes()]
+    return [process for process in psutil.process_iter(["cmdline"]) if str(run) in " ".join(process.info["cmdline"] or ())]
 
 
 @pytest.mark.parametrize(
@@ -34,12 +34,12 @@ def test_the_rank_that_hangs_is_named_and_all_end(mpi, tmp_path, mode, rank, sai
     end, since = time.time(), float((tmp_path / "since").read_text())
     assert done.returncode != 0
     found = verdict(tmp_path)
-    assert found["time"] - since < 25 and end - found["time"] < 8  # of a busy machine; 4 and 4 of an idle one
+    assert found["time"] - since < 60 and end - found["time"] < 60  # of a busy machine; 6 and 1 of an idle one
     assert (found["kind"], found["rank"], found["role"], found["phase"], found["step"]) == ("hang", rank, "train", "train", 3)
     last = {beat["rank"]: beat["time"] for beat in found["heartbeats"]}
     assert sorted(last) == [0, 1, 2, 3] and (mode == "asleep" or last[rank] < found["time"] - 3)
     assert said in found["error"] and found["host"] and "; so did" not in found["error"]
-    assert not living(tmp_path)
+    assert psutil.wait_procs(living(tmp_path), timeout=60)[1] == []
     stacks = {file.stem: file.read_text() for file in (RunPaths(tmp_path).attempt(1) / "stacks").iterdir()}
     own = stacks.pop(f"train-{rank:04d}")
     # a blocked interpreter's are written by a thread that needs none; a stopped process can write nothing

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 
 from miles_hpc.errors import DeadlineExceeded, MilesError
 from miles_hpc.world import World, connect
@@ -27,31 +28,42 @@ def talk(world: World, polls: list[int]) -> None:
     sys.stdout.write(f"rank {world.rank} {who} {world.address}\n")  # one write: the ranks share this file
 
 
-def mute(last: int, mode: str) -> None:
-    """The last rank never comes to the probe's barrier, or to its broadcast: what a fabric does that loses messages."""
+def mute(last: int, mode: str, said: Path) -> None:
+    """The last rank never comes to the probe's barrier, or to its broadcast: what a fabric does that loses messages.
+
+    With `mute-large` the others begin once it has come to the barrier. It ends all once the first has said what it found.
+    """
     from mpi4py import MPI
 
     from miles_hpc import world
 
-    world.PROBE_SECONDS = 2.0
-    if MPI.COMM_WORLD.rank == last:
+    world.PROBE_SECONDS, comm = 2.0, MPI.COMM_WORLD
+    if comm.rank == last:
         if mode == "mute-large":
-            MPI.COMM_WORLD.Ibarrier().Wait()
-        time.sleep(6)
-        MPI.COMM_WORLD.Abort(1)
+            barrier = comm.Ibarrier()
+            comm.send("here", dest=0)
+            barrier.Wait()
+        while not said.exists():
+            time.sleep(0.05)
+        comm.Abort(1)
+    elif mode == "mute-large":
+        comm.recv(source=last)
 
 
 def main() -> None:
-    role, size, _, mode = sys.argv[1:]
+    role, size, folder, mode = sys.argv[1:]
     polls: list[int] = []
+    said = Path(folder, "said")
     if mode.startswith("mute"):
-        mute(int(size) - 1, mode)
+        mute(int(size) - 1, mode, said)
     try:
         world = connect("train" if mode == "one-role" else role, int(size), lambda: polls.append(1))
     except MilesError as error:
+        if mode.startswith("mute"):
+            said.with_suffix(".tmp").write_text(str(error))  # what is printed just before an abort may be lost
+            said.with_suffix(".tmp").rename(said)
+            time.sleep(100)  # the end of the mute rank ends all
         sys.stdout.write(f"refused: {error}\n")
-        sys.stdout.flush()
-        time.sleep(20 if mode.startswith("mute") else 0)  # the end of the mute rank ends all
         return
     talk(world, polls)
 

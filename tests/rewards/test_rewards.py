@@ -1,10 +1,12 @@
 """Rewards in the box: right answers, wrong ones, and what tries to break them."""
 
+import contextlib
 import json
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import psutil
 import pytest
 
 from miles_hpc.rewards import choice, code, exact, form, group, gym, math, remote
@@ -80,11 +82,13 @@ PROGRAM = "Sure:\n```python\ndef double(x):\n    return 2 * x\n```\n"
 
 
 def test_code_counts_the_tests_passed():
+    patience = {"seconds": 60.0}
     tests = ["assert double(2) == 4", "assert double('a') == 'aa'", "assert double(1) == 3"]
-    assert code.unit_tests("p", PROGRAM, tests, {}) == pytest.approx(2 / 3)
-    assert code.unit_tests("p", PROGRAM, tests, {}, all_or_nothing=True) == 0
+    assert code.unit_tests("p", PROGRAM, tests, {}, **patience) == pytest.approx(2 / 3)
+    assert code.unit_tests("p", PROGRAM, tests, {}, all_or_nothing=True, **patience) == 0
     echo = "print(int(input()) + 1)"
-    assert code.unit_tests("p", echo, [{"input": "1\n", "output": "2"}, {"input": "1\n", "output": "3"}], {}) == 0.5
+    cases = [{"input": "1\n", "output": "2"}, {"input": "1\n", "output": "3"}]
+    assert code.unit_tests("p", echo, cases, {}, **patience) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -96,37 +100,39 @@ def test_code_counts_the_tests_passed():
         "while True: print('x' * 10000)",
         "def f(: pass",
         "import sys; sys.exit(3)",
-        "import time; time.sleep(60)",
+        "import time; time.sleep(1000)",
     ],
 )
 def test_code_is_limited(program):
-    started = time.monotonic()
     assert code.unit_tests("p", program, [""], {}, seconds=1.0) == 0
-    assert time.monotonic() - started < 10
 
 
 def test_code_leaves_no_process():
-    program = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)"
-    status, output = code.run(program, "", 5.0, 2048, 1)
+    program = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)']).pid)"
+    status, output = code.run(program, "", 60.0, 2048, 1)
     assert status == 0
-    time.sleep(0.2)
-    with pytest.raises((FileNotFoundError, AssertionError)), open(f"/proc/{int(output)}/stat") as stat:  # noqa: PTH123
-        assert stat.read().split()[2] != "Z"  # killed, though nobody may have reaped it
+    with contextlib.suppress(psutil.NoSuchProcess):
+        left = psutil.Process(int(output))
+        while left.status() != psutil.STATUS_ZOMBIE:  # killed, though nobody may have reaped it
+            time.sleep(0.01)
 
 
 class Service(BaseHTTPRequestHandler):
     """Rewards by the length of the answer; fails as often as the answer says."""
 
     failures, under_way, most = 0, 0, 0
+    lock, over = threading.Lock(), threading.Event()
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         kind = type(self)
-        kind.under_way += 1
-        kind.most = max(kind.most, kind.under_way)
-        time.sleep(0.02 if body["response"] != "slow" else 1.0)
-        kind.under_way -= 1
-        kind.failures -= 1
+        with kind.lock:
+            kind.under_way += 1
+            kind.most = max(kind.most, kind.under_way)
+        kind.over.wait(0.02 if body["response"] != "slow" else 600)
+        with kind.lock:
+            kind.under_way -= 1
+            kind.failures -= 1
         status = 503 if kind.failures >= 0 else 400 if body["response"] == "bad" else 200
         self.send_response(status)
         self.end_headers()
@@ -139,11 +145,15 @@ class Service(BaseHTTPRequestHandler):
 @pytest.fixture
 def url():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    server.daemon_threads = False
     Service.failures = Service.under_way = Service.most = 0
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
+    Service.over.clear()
     yield f"http://127.0.0.1:{server.server_port}/score"
+    Service.over.set()
     server.shutdown()
+    server.server_close()  # waits for what is under way
 
 
 def test_remote_retries(url):
@@ -156,7 +166,7 @@ def test_remote_retries(url):
 )
 def test_remote_gives_up(url, answer, reason):
     with pytest.raises(remote.RemoteError, match=reason):
-        remote.score("p", answer, None, {}, url=url, timeout_seconds=0.2, retries=1)
+        remote.score("p", answer, None, {}, url=url, timeout_seconds=0.2 if answer == "slow" else 60.0, retries=1)
 
 
 def test_remote_refused():
@@ -165,7 +175,7 @@ def test_remote_refused():
 
 
 def test_remote_bounds_what_is_under_way(url):
-    threads = [threading.Thread(target=remote.score, args=("p", "a", None, {}, url, 5.0, 0, 2)) for _ in range(8)]
+    threads = [threading.Thread(target=remote.score, args=("p", "a", None, {}, url, 60.0, 0, 2)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:

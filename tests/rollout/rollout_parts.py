@@ -89,7 +89,7 @@ class Engine:
 
 
 def config(**rollout: Any) -> Config:
-    fields = {"prompts_per_step": 4, "samples_per_prompt": 3, "max_new_tokens": 4, "reward": "a:b", "timeout_seconds": 1.0}
+    fields = {"prompts_per_step": 4, "samples_per_prompt": 3, "max_new_tokens": 4, "reward": "a:b", "timeout_seconds": 60.0}
     sections = {"run": {"name": "t", "steps": 1}, "model": {"path": "m"}, "data": {"prompts": "a:b"}, "train": {"lr": 0.1}}
     return Config.model_validate(sections | {"rollout": fields | rollout, "eval": {"prompts": 3}})
 

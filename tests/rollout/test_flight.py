@@ -1,5 +1,6 @@
 """Requests that outlive their engine, with the engine's program replaced by `host.py`."""
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,10 +27,9 @@ class Engine(EngineHost):
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    monkeypatch.setattr(pace, "LEAST_SECONDS", 1.0)
+def engine(tmp_path: Path) -> Iterator[Engine]:
     (tmp_path / "config.json").write_text('{"eos_token_id": 0}')
-    host = Engine(config(timeout_seconds=20.0), tmp_path, tmp_path / "engine.log")
+    host = Engine(config(timeout_seconds=60.0), tmp_path, tmp_path / "engine.log")
     host.start()
     host.wait_ready()
     yield host
@@ -79,24 +79,29 @@ def test_the_answers_of_a_dead_engine_stay_and_the_rest_is_asked_again(engine: E
     assert len(seen) == 1 and "SIGKILL" in str(seen[0]) and "the host is up" in str(seen[0])
 
 
-def test_an_engine_that_stops_is_found_by_its_silence_and_nothing_of_it_is_left(engine: Engine) -> None:
+def test_an_engine_that_stops_is_found_by_its_silence_and_nothing_of_it_is_left(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Exception] = []
     engine.recover = starting_again(engine, seen)
     answered(engine, requests(*range(20)))  # warm: the deadline fits from now on
     old = [psutil.Process(engine.pid), *psutil.Process(engine.pid).children()]
+    monkeypatch.setattr(pace, "LEAST_SECONDS", 1.0)
     found = answered(engine, requests(1, STOPS, 2))
     assert found[STOPS].tokens[1] == engine.pid
-    assert isinstance(seen[0], DeadlineExceeded) and "silent for 1 s" in str(seen[0])
-    assert not psutil.wait_procs(old, timeout=5)[1]
+    assert isinstance(seen[0], DeadlineExceeded) and re.search(r"silent for \d+ s", str(seen[0]))
+    assert not psutil.wait_procs(old, timeout=60)[1]
 
 
 def test_requests_to_a_stopped_engine_do_not_block_their_sender(engine: Engine) -> None:
     polls: list[int] = []
-    psutil.Process(engine.pid).suspend()
+    stopped = psutil.Process(engine.pid)
+    stopped.suspend()
     engine.timeout, engine.poll_hook = 1.0, lambda: polls.append(1)
     with pytest.raises(DeadlineExceeded):
         answered(engine, requests(*range(100), length=10_000))
     assert len(polls) > 1  # a blocked sender would neither poll nor raise
+    stopped.resume()
 
 
 def test_without_recovery_the_death_is_raised(engine: Engine) -> None:

@@ -14,7 +14,7 @@ import pytest
 from rollout_parts import by_index, generator
 
 from miles_hpc.errors import DeadlineExceeded, EdgeError, EngineError
-from miles_hpc.rollout.generate import Generator
+from miles_hpc.rollout.generate import POLL_SECONDS, Generator
 from miles_hpc.rollout.request import Output, Request
 from miles_hpc.samples.schema import Samples
 
@@ -133,7 +133,7 @@ def test_rewards_run_while_answers_come_in() -> None:
     answer, number = engine.answer, itertools.count()
 
     def slow(request: Request) -> Output:
-        assert next(number) == 0 or seen.wait(5)
+        assert next(number) == 0 or seen.wait(60)
         return answer(request)
 
     engine.answer = slow
@@ -141,26 +141,34 @@ def test_rewards_run_while_answers_come_in() -> None:
 
 
 def test_timing_separates_generation_and_reward() -> None:
+    """No score comes before all answers are there and the rank waits for scores alone."""
+    waits = threading.Event()
+
     def reward(prompt: str, answer: str, label: Any, metadata: dict[str, Any]) -> float:
+        assert waits.wait(60)
         time.sleep(0.02)
         return 0.0
 
-    source = generator(reward)
+    source: Any = generator(reward, reward_threads=15)
+    answer, source.engine.poll_hook = source.engine.answer, waits.set
+    source.engine.answer = lambda request: time.sleep(0.002) or answer(request)
+    began = time.perf_counter()
     list(source.groups(0, range(5), version=0))
-    assert source.timing.generated_tokens == 5 * (2 + 1 + 2)
-    assert source.timing.reward_work_seconds >= 15 * 0.02
-    assert source.timing.generate_seconds < source.timing.reward_seconds
+    seconds, timing = time.perf_counter() - began, source.timing
+    assert timing.generated_tokens == 5 * (2 + 1 + 2) and timing.reward_work_seconds >= 15 * 0.02
+    assert timing.generate_seconds >= 15 * 0.002 and timing.reward_seconds >= POLL_SECONDS
+    assert timing.generate_seconds + timing.reward_seconds <= seconds
 
 
 def test_a_reward_that_hangs_is_named() -> None:
     release = threading.Event()
-    source = generator(fails_on("1", release.wait), timeout_seconds=0.2)
+    source = generator(fails_on("0", release.wait), timeout_seconds=0.2)  # the first: others may be slow too
     try:
         with pytest.raises(DeadlineExceeded) as caught:
             list(source.groups(0, [3], version=0))
     finally:
         release.set()
-    assert "prompt 3, sample 1" in caught.value.where
+    assert "prompt 3, sample 0" in caught.value.where
 
 
 HANGS = """

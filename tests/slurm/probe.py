@@ -67,8 +67,8 @@ def act(options: argparse.Namespace, world, paths, verdicts) -> int:
         (paths.checkpoint(1)).mkdir(parents=True, exist_ok=True)
         verdicts.write(paths, options.attempt, kind="preempted", rank=world.rank, error="asked to")
         return 1
-    if options.mode == "hold" and not (paths.folder / "go").exists():
-        return hold(paths, options.attempt, world, verdicts)
+    if options.mode == "hold" and not (paths.folder / "go").exists() and hold(paths, options.attempt, world, verdicts):
+        return 1
     world.Barrier()
     if world.rank == 0:
         verdicts.write(paths, options.attempt, kind="done", rank=0, role=options.role, step=3)
@@ -110,20 +110,20 @@ def steps(paths, attempt: int, world, verdicts) -> int:
     return 0
 
 
-def hold(paths, attempt: int, world, verdicts) -> int:
-    """Wait for the file `go`; TERM is noted like a rank notes it, and answered with a verdict."""
+def hold(paths, attempt: int, world, verdicts) -> bool:
+    """Wait for the file `go`; TERM is noted like a rank notes it, and answered with a verdict. True if it was TERM."""
     noted: list[int] = []
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda received, _frame: noted.append(received))
     (paths.folder / f"holding-{world.rank}").touch()
     while not noted and not (paths.folder / "go").exists():
         time.sleep(0.05)
-    print("noted", noted, flush=True)
     if noted:
+        print("noted", noted, flush=True)
         time.sleep(1)  # as long as saving would take
         verdicts.write(paths, attempt, kind="preempted", rank=world.rank, signal=noted[0])
         print("saved", flush=True)
-    return 1 if noted else 0
+    return bool(noted)
 
 
 if __name__ == "__main__":
