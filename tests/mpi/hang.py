@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,14 +25,14 @@ from miles_hpc.watchdog import Watchdog
 from miles_hpc.world import World, connect
 
 STEPS, WORD = 4, 7
-SHORT, LONG = 3.0, 60.0
+SHORT, LONG = 5.0, 60.0
 LIMITS = {
     "stopped": Limits(SHORT, LONG, long=LONG),
     "blocked": Limits(SHORT, LONG, long=LONG),
-    "asleep": Limits(LONG, SHORT, long=LONG),
-    "slow": Limits(4 * SHORT, SHORT, long=LONG),
+    "asleep": Limits(LONG, SHORT, long=SHORT),
+    "slow": Limits(2 * SHORT, SHORT, long=LONG),
 }
-"""What is not to be found must not be found: a busy machine may let a process wait for long."""
+"""Short is only what must be found soon: a busy machine may let any process wait for long, at its start above all."""
 
 
 def sleep_for_ever() -> None:
@@ -92,13 +93,16 @@ def main() -> None:
     role, size, name, mode = sys.argv[1:]
     folder, rank = Path(name), int(os.environ["PMI_RANK"])
     heartbeat = Heartbeat(RunPaths(folder).heartbeat(rank), role, rank, 1)
-    watch = Watch({0: "train", 1: "train", 2: "rollout", 3: "rollout"}, LIMITS[mode])
+    watch = Watch({0: "train", 1: "train", 2: "rollout", 3: "rollout"}, replace(LIMITS[mode], long=LONG))
     leave_together(folder, 4 if mode == "asleep" else 3)
     dog = Watchdog(heartbeat, RunPaths(folder), 1, watch, watching=rank in (0, 2))
     dog.start()
     world = connect(role, int(size), heartbeat.beat)
     if role == "train":
         dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/group"), rank=rank, world_size=2)
+    world.barrier()
+    watch.limits = LIMITS[mode]
+    if role == "train":
         train(world, heartbeat, folder, mode)
     else:
         rollout(world, heartbeat)
