@@ -4,6 +4,8 @@ Real slurmctld and slurmds, as an ordinary user, everything below one folder (`.
 tests and a single GPU server; where a Slurm exists that one is used and this file is not.
 """
 
+import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -12,7 +14,9 @@ import re
 import secrets
 import socket
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from string import Template
@@ -104,11 +108,12 @@ class Cluster:
             self.down()
         self._check()
         packages.fetch(self.home)
-        self._configure(settings)
         try:
-            for daemon in self._daemons(settings):
-                daemon.start(self._environment())
-            self._wait_ready(settings)
+            with _alone():
+                self._configure(settings)
+                for daemon in self._daemons(settings):
+                    daemon.start(self._environment())
+                self._wait_ready(settings)
         except SiteError:
             self.down()
             raise
@@ -275,6 +280,14 @@ def _user() -> str:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
         return str(os.getuid())
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """No other cluster of this user starts meanwhile: it would find the same ports free until the daemons have them."""
+    with (Path(tempfile.gettempdir()) / f"miles-cluster-{os.getuid()}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _free_ports(count: int) -> range:

@@ -197,10 +197,12 @@ class EngineHost:
             raise EngineDied(f"there is no engine to wait for ({doing})", where=self._where())
         deadline = time.monotonic() + timeout
         self.poll_hook()
-        while not self._connection.poll(min(POLL_SECONDS, max(0.0, deadline - time.monotonic()))):
-            self.poll_hook()
-            if time.monotonic() >= deadline:
+        left = timeout
+        while not self._connection.poll(min(POLL_SECONDS, max(0.0, left))):
+            if left <= 0:  # before that look: what came while this process itself was stopped is in time
                 return False
+            self.poll_hook()
+            left = deadline - time.monotonic()
         return True
 
     def _died(self, doing: str) -> NoReturn:

@@ -1,7 +1,9 @@
+import fcntl
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,15 @@ def test_ports_in_use_are_passed_over(monkeypatch):
         monkeypatch.setattr(cluster, "FIRST_PORT", port - 2)
         found = cluster._free_ports(4)
         assert port not in found and len(found) == 4
+
+
+def test_clusters_start_one_after_the_other(tmp_path, monkeypatch):
+    """Else both find the same ports free."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with cluster._alone():
+        (file,) = tmp_path.iterdir()
+        with file.open() as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_a_daemon_that_says_no_shows_the_end_of_its_log(tmp_path):

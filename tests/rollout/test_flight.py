@@ -2,6 +2,7 @@
 
 import re
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,6 +103,14 @@ def test_requests_to_a_stopped_engine_do_not_block_their_sender(engine: Engine) 
         answered(engine, requests(*range(100), length=10_000))
     assert len(polls) > 1  # a blocked sender would neither poll nor raise
     stopped.resume()
+
+
+def test_what_came_while_the_rank_itself_was_stopped_came_in_time(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline is over when it goes on: it looks once more."""
+    looks, poll, clock = list[float](), engine._connection.poll, time.monotonic
+    monkeypatch.setattr(engine._connection, "poll", lambda seconds: looks.append(seconds) or (len(looks) > 1 and poll(60)))
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 1000 * len(looks))
+    assert engine.call("alive", timeout=60) is None
 
 
 def test_without_recovery_the_death_is_raised(engine: Engine) -> None:
