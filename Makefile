@@ -25,7 +25,7 @@ demo: $(STAMP)  ## the main job on this machine: a tiny MoE learns arithmetic; a
 	requirements/demo.sh $(EXAMPLE)
 
 test: $(STAMP)  ## all tests but the long ones
-	$(BIN)/pytest -n 2 --dist loadfile -m "not long"
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
 
 test-long: $(STAMP)  ## learning and other long tests; the result goes to docs/benchmarks
 	$(BIN)/pytest -m long

@@ -11,6 +11,16 @@ settings.register_profile("shared", deadline=None, suppress_health_check=[Health
 settings.load_profile("shared")
 
 
+SLOW = ("slurm", "mpi", "engine")
+
+
+@pytest.hookimpl(trylast=True)  # behind the choice by -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start something come first: files are handed out whole and in this order, and the last one runs alone."""
+    slow = {item.path for item in items if any(map(item.get_closest_marker, SLOW))}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture
 def users_file(tmp_path: Path) -> Callable[[str, str], Path]:
     """A user's folder with a space in its name: model, prompts, `scoring.py`, and the TOML file, which is returned."""

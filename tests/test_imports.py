@@ -16,9 +16,10 @@ SAMPLES = ["samples.schema", "samples.store", "samples.exchange"]
 LAUNCHERS = [f"launchers.{f.stem}" for f in sorted((ROOT / "launchers").glob("*.py")) if f.stem != "__init__"]
 
 
-def loaded(module: str) -> set[str]:
-    """Top-level names in `sys.modules` after importing one module."""
-    code = f"import json, sys, miles_hpc.{module}; print(json.dumps(sorted({{n.partition('.')[0] for n in sys.modules}})))"
+def loaded(*modules: str) -> set[str]:
+    """Top-level names in `sys.modules` after importing these modules."""
+    imports = ", ".join(f"miles_hpc.{module}" for module in modules)
+    code = f"import json, sys, {imports}; print(json.dumps(sorted({{n.partition('.')[0] for n in sys.modules}})))"
     result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd="/")
     assert result.returncode == 0, result.stderr
     return set(json.loads(result.stdout))
@@ -36,8 +37,7 @@ def test_the_base_needs_pydantic_only(module):
 
 def test_mpi_is_never_loaded_by_an_import():
     """Spawned children import the main module again; one that imports mpi4py would call MPI_Init."""
-    for module in ("main", "loop", "sync", "train.role", "rollout.role", "rollout.engine", "rollout.sglang"):
-        assert "mpi4py" not in loaded(module), module
+    assert "mpi4py" not in loaded("main", "loop", "sync", "train.role", "rollout.role", "rollout.engine", "rollout.sglang")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["cluster", "up", "--help"]])

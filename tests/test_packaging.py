@@ -81,8 +81,9 @@ def test_wheel_holds_all_data_and_no_other_top_level_name(wheel):
 @pytest.mark.parametrize("minor", [11, 12, 13])
 def test_launcher_alone_without_torch(minor, wheel, tmp_path):
     python, home = needed(minor), tmp_path / "with a space"
-    command(python, "-m", "venv", home)
-    command(home / "bin/pip", "install", "-c", PINS / "constraints-cpu.txt", wheel)
+    command(python, "-m", "venv", "--without-pip", home)
+    pip = (sys.executable, "-m", "pip", "--python", home / "bin/python")
+    command(*pip, "install", "--no-compile", "-c", PINS / "constraints-cpu.txt", wheel)
     assert "usage: miles-submit" in command(home / "bin/miles-submit", "--help", cwd=tmp_path)
     code = "import importlib.util as u, miles_hpc.launchers.cli; print([n for n in ('torch', 'mpi4py') if u.find_spec(n)])"
     assert command(home / "bin/python", "-c", code, cwd=tmp_path).strip() == "[]"

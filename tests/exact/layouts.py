@@ -1,5 +1,6 @@
-"""One rank of `test_layouts`: python layouts.py MODEL FOLDER RANK SIZE writes FOLDER/NAME-RANK.pt for each layout of its size.
+"""One rank of `test_layouts`: python layouts.py FOLDER RANK SIZE writes FAMILY/NAME-RANK.pt for each layout of its size.
 
+In FOLDER are a FAMILY/model each.
 Scores the samples of `train_parts.samples` and trains two steps on them, in exact numerics.
 """
 
@@ -20,12 +21,14 @@ LAYOUTS = {"pack": (1, 4096, 1), "again": (1, 4096, 1), "alone": (1, 1, 1), "fil
 """Data-parallel ranks, tokens per micro-batch, micro-batches filled up to a multiple of tokens."""
 
 
-def main(model: Path, folder: Path, rank: int, size: int) -> None:
+def main(folder: Path, rank: int, size: int) -> None:
     torch.set_num_threads(1)
-    for name, (ranks, tokens, multiple) in LAYOUTS.items():
-        if ranks == size:
+    mine = {name: sizes for name, (ranks, *sizes) in LAYOUTS.items() if ranks == size}
+    for family in sorted(folder.iterdir()):
+        for name, (tokens, multiple) in mine.items():
             module.pack = lambda s, i, _, where, m=multiple: pack(s, i, m, where)  # type: ignore[attr-defined,assignment]
-            torch.save(_train(model, folder / f"{name}.store", rank, size, tokens), folder / f"{name}-{rank}.pt")
+            result = _train(family / "model", family / f"{name}.store", rank, size, tokens)
+            torch.save(result, family / f"{name}-{rank}.pt")
 
 
 def _train(model: Path, store: Path, rank: int, size: int, tokens: int) -> dict[str, Any]:
@@ -42,4 +45,4 @@ def _train(model: Path, store: Path, rank: int, size: int, tokens: int) -> dict[
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

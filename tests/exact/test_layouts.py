@@ -17,30 +17,38 @@ from miles_hpc.errors import NumericsError
 from miles_hpc.train.exact import prove
 
 
-@pytest.fixture(scope="module", params=["qwen3", "moe"])
-def results(request, tmp_path_factory) -> dict[str, list[dict]]:
-    """By layout, what each rank got."""
-    folder = tmp_path_factory.mktemp(request.param)
-    model = write_model(request.param, folder / "model")
+@pytest.fixture(scope="module")
+def families(tmp_path_factory) -> Path:
+    """What each rank got, both families one after the other in the same processes."""
+    folder = tmp_path_factory.mktemp("families")
+    log = tmp_path_factory.mktemp("log") / "log"
+    for family in ("qwen3", "moe"):
+        write_model(family, folder / family / "model")
     for size in (1, 2):
-        _ranks(model, folder, size)
+        _ranks(folder, log, size)
+    return folder
+
+
+@pytest.fixture(params=["qwen3", "moe"])
+def results(request, families) -> dict[str, list[dict]]:
+    """By layout, what each rank got."""
     return {
-        name: [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(size)]
+        name: [torch.load(families / request.param / f"{name}-{rank}.pt", weights_only=False) for rank in range(size)]
         for name, (size, _, _) in LAYOUTS.items()
     }
 
 
-def _ranks(model: Path, folder: Path, size: int) -> None:
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("layouts.py")), str(model), str(folder)]
+def _ranks(folder: Path, file: Path, size: int) -> None:
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("layouts.py")), str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    log = (folder / "log").open("w+")
+    log = file.open("w")
     ranks = [subprocess.Popen([*command, str(r), str(size)], env=environment, stdout=log, stderr=log) for r in range(size)]
     try:
         codes = [rank.wait(240) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert codes == [0] * size, (folder / "log").read_text()[-3000:]
+    assert codes == [0] * size, file.read_text()[-3000:]
 
 
 def test_log_probs_do_not_depend_on_the_layout(results):

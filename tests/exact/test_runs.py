@@ -26,8 +26,16 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def moe(folder):
-    return run(folder / "moe", "train.routing_replay=true")
+def moe(folder) -> RunPaths:
+    """Two engines, interrupted in the middle of a generation; with routing replay and an importance correction."""
+    two = ("slurm.rollout.ranks_per_node=2", "train.correction=icepop", "rollout.unfinished=continue")
+    paths = start(folder / "moe", *two, "train.routing_replay=true")
+    interrupt(paths)
+    kept = drafts.on_disk(paths, json.loads(paths.verdict(1).read_text())["step"]).values()
+    assert any(draft.output.tokens for draft in kept if not draft.output.whole), logs(paths)
+    assert cli.main(["resume", str(paths.folder), "--local"]) == 0
+    wait(paths)
+    return paths
 
 
 @pytest.fixture(scope="module")
@@ -49,20 +57,6 @@ def test_trainer_and_sampler_agree_bit_for_bit(name, request):
     assert sum(step["response/length_mean"] * 64 for step in steps) >= TOKENS
 
 
-def test_two_engines_that_are_interrupted_give_the_same_weights(moe, folder):
-    """Also a second run: nothing depends on timing, on batches, on which engine answers, whether it does so in one go, nor
-    on an importance correction."""
-    two = ("slurm.rollout.ranks_per_node=2", "train.correction=icepop", "rollout.unfinished=continue")
-    again = start(folder / "two", *two, "train.routing_replay=true")
-    interrupt(again)
-    kept = drafts.on_disk(again, json.loads(again.verdict(1).read_text())["step"]).values()
-    assert any(draft.output.tokens for draft in kept if not draft.output.whole), logs(again)
-    assert cli.main(["resume", str(again.folder), "--local"]) == 0
-    wait(again)
-    assert [step["train/logp_abs_diff_max"] for step in metrics(again)] == [0.0] * STEPS, logs(again)
-    assert digest(again) == digest(moe)
-
-
 def interrupt(paths: RunPaths) -> None:
     """TERM in the middle of a generation, which is held until all ranks have heard of it."""
     scheduler = generating(paths, 3, 0)
@@ -74,8 +68,9 @@ def interrupt(paths: RunPaths) -> None:
     assert json.loads(paths.verdict(1).read_text())["kind"] == "preempted", logs(paths)
 
 
-def test_trainer_and_engine_in_turns_give_the_same_weights(moe, folder):
-    """The optimizer's state leaves and returns, weights are shared in place of broadcast: no bit changes."""
+def test_two_interrupted_engines_and_one_in_turns_give_the_same_weights(moe, folder):
+    """Nothing depends on timing, on batches, on which engine answers, whether it does so in one go, nor on an importance
+    correction. In turns the optimizer's state leaves and returns, weights are shared in place of broadcast."""
     again = run(folder / "turns", "run.placement=colocate", "train.offload=true")
     assert [step["train/logp_abs_diff_max"] for step in metrics(again)] == [0.0] * STEPS, logs(again)
     assert digest(again) == digest(moe)
