@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from miles_hpc import config as configuration
+from miles_hpc import durable
 from miles_hpc.config import Config
 from miles_hpc.errors import SiteError, UserError
 from miles_hpc.launchers import autopsy, batch, controller, local, plan, provenance, verdict
@@ -196,26 +197,20 @@ def _submit(job: JobSpec, config: Config, without_slurm: bool, keep: Mapping[str
         **keep,
     }
     before = paths.job.read_text(encoding="utf-8") if paths.job.exists() else None
-    _replace(paths.job, json.dumps(record, indent=1))
+    durable.replace(paths.job, json.dumps(record, indent=1))
     try:
         record["job_id"] = str(local.start(job)) if without_slurm else _sbatch(job)
     except BaseException:
         if before is not None:
-            _replace(paths.job, before)
+            durable.replace(paths.job, before)
         raise
-    _replace(paths.job, json.dumps(record, indent=1))
+    durable.replace(paths.job, json.dumps(record, indent=1))
 
 
 def _sbatch(job: JobSpec) -> str:
     from miles_hpc.launchers.hetjob import HetExecutor
 
     return HetExecutor(job).submit_run().job_id
-
-
-def _replace(file: Path, text: str) -> None:
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(file)
 
 
 def _last_job(paths: RunPaths) -> dict[str, Any]:

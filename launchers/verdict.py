@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from miles_hpc import durable
 from miles_hpc.paths import RunPaths
 
 RESTART = {"rank_died", "peer_lost", "hang", "out_of_memory", "bug"}
@@ -143,10 +144,7 @@ def fields(paths: RunPaths, attempt: int) -> dict[str, Any]:
 
 def amend(paths: RunPaths, attempt: int, **known: object) -> None:
     """Add to a verdict what only the launcher can know, or correct it."""
-    file = paths.verdict(attempt)
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(fields(paths, attempt) | known, indent=1), encoding="utf-8")
-    temporary.replace(file)
+    durable.replace(paths.verdict(attempt), json.dumps(fields(paths, attempt) | known, indent=1))
 
 
 def newest(paths: RunPaths) -> Verdict | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from miles_hpc import disk, sections
+from miles_hpc import disk, durable, sections
 from miles_hpc.archive import Archive
 from miles_hpc.durable import fsync
 from miles_hpc.errors import CheckpointError, ModelError, ResumeError
@@ -145,10 +145,7 @@ def _remove_samples(paths: RunPaths, before: int) -> None:
     old = [step for step in paths.sampled_steps() if step < before]
     if not old:
         return
-    temporary = paths.removed_samples.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"before": before}), encoding="utf-8")
-    fsync(temporary)
-    temporary.replace(paths.removed_samples)
+    durable.replace(paths.removed_samples, json.dumps({"before": before}))
     for step in old:
         shutil.rmtree(paths.step_samples(step))
 

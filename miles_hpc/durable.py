@@ -15,3 +15,15 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace(file: Path, text: str) -> None:
+    """Write a text file anew: whoever reads it finds the old text or the new one.
+
+    Raises:
+        OSError: the filesystem refused.
+    """
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    fsync(temporary)
+    temporary.replace(file)
