@@ -105,10 +105,19 @@ def _problems(c: Config) -> Iterable[str]:
     """What does not fit together, each with what would."""
     yield from _reward_problems(c.rollout)
     yield from _placement_problems(c)
+    yield from _layout_problems(c)
+    yield from _length_problems(c)
     if c.train.advantage == "none" and not c.train.teacher:
         yield 'train.advantage = "none" leaves nothing to learn from but train.teacher, which is empty'
     if c.train.routing_replay and c.rollout.function:
         yield "train.routing_replay needs the engine's record of every answer, which a rollout.function does not hand on"
+    if c.run.numerics == "exact":
+        for key, value, wanted in _not_exact(c):
+            yield f'run.numerics = "exact" needs {key} = {wanted}, not {value}; or set run.numerics = "native"'
+
+
+def _layout_problems(c: Config) -> Iterable[str]:
+    """Ranks that do not divide what they are to share."""
     ranks, tp, ep = c.slurm.train.ranks, c.train.tensor_parallel, c.train.expert_parallel
     if ranks % tp:
         yield f"slurm.train has {ranks} ranks, not divisible by train.tensor_parallel = {tp}; {_divisors(ranks)} would fit"
@@ -127,6 +136,9 @@ def _problems(c: Config) -> Iterable[str]:
             f"rollout.prompts_per_step = {c.rollout.prompts_per_step} leaves some of {c.engines} engines idle; "
             f"use at least {c.engines} prompts or fewer rollout ranks"
         )
+
+
+def _length_problems(c: Config) -> Iterable[str]:
     if c.rollout.max_new_tokens >= c.model.context_length:
         yield (
             f"rollout.max_new_tokens = {c.rollout.max_new_tokens} leaves no room for a prompt in "
@@ -137,9 +149,6 @@ def _problems(c: Config) -> Iterable[str]:
             f"rollout.kv_cache_tokens = {c.rollout.kv_cache_tokens} does not hold one sequence of "
             f"model.context_length = {c.model.context_length}"
         )
-    if c.run.numerics == "exact":
-        for key, value, wanted in _not_exact(c):
-            yield f'run.numerics = "exact" needs {key} = {wanted}, not {value}; or set run.numerics = "native"'
 
 
 def _placement_problems(c: Config) -> Iterable[str]:
