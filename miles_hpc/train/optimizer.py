@@ -106,11 +106,6 @@ def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
             values["step"] = values["step"].clone()
 
 
-def step_counters(optimizer: Any) -> list[float]:
-    """AdamW's step counter of every parameter this rank holds."""
-    return [float(v["step"]) for part in parts(optimizer) for v in part.optimizer.state.values()]
-
-
 def parts(optimizer: Any) -> list[Any]:
     """megatron keeps one optimizer for dense and one for expert parameters."""
     return [part for part in optimizer.chained_optimizers if not getattr(part, "is_stub_optimizer", False)]

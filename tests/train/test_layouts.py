@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from train_parts import config, in_ranks, run_steps, samples, trainer
-
-from miles_hpc.train.optimizer import step_counters
+from train_parts import config, in_ranks, run_steps, samples, step_counters, trainer
 
 LAYOUTS = {
     "data": ("qwen3", {}),
@@ -158,7 +156,7 @@ def test_a_checkpoint_of_two_ranks_resumes_in_one(name, models, two, folder, tmp
         made.load(folder / f"two_{name}")
         for key, tensor in made.weights():
             assert torch.equal(tensor, two[f"save_{name}"][0]["weights"][key]), key
-        assert len(set(step_counters(made.optimizer))) == 1
+        assert len(set(step_counters(made))) == 1
         run_steps(made, 1)
 
 

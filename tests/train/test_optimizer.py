@@ -3,9 +3,8 @@
 import psutil
 import pytest
 import torch
-from train_parts import config, run_steps, samples, trainer
+from train_parts import config, run_steps, samples, step_counters, trainer
 
-from miles_hpc.train import optimizer
 from miles_hpc.train.advantage import group_advantages
 
 
@@ -25,13 +24,13 @@ def test_the_steps_after_a_resume_are_bitwise_those_of_the_uninterrupted_run(fam
         run_steps(made, 2)
         made.save(tmp_path / "saved", {"version": 2})
         expected = run_steps(made, 2)
-        counters = optimizer.step_counters(made.optimizer)
+        counters = step_counters(made)
     with trainer(settings, models[family], tmp_path / "b") as made:
         assert made.load(tmp_path / "saved") == {"version": 2}
         # Cure 3: one counter per parameter, all at the number of optimizer steps so far.
-        assert set(optimizer.step_counters(made.optimizer)) == {4.0}
+        assert set(step_counters(made)) == {4.0}
         _same(run_steps(made, 2), expected)
-        assert optimizer.step_counters(made.optimizer) == counters and set(counters) == {8.0}
+        assert step_counters(made) == counters and set(counters) == {8.0}
 
 
 def test_a_state_from_before_the_first_step_is_saved_and_read(models, tmp_path):
@@ -41,7 +40,7 @@ def test_a_state_from_before_the_first_step_is_saved_and_read(models, tmp_path):
         expected = run_steps(made, 1)
     with trainer(config(), models["qwen3"], tmp_path / "b") as made:
         made.load(tmp_path / "saved")
-        assert set(optimizer.step_counters(made.optimizer)) == {0.0}
+        assert set(step_counters(made)) == {0.0}
         _same(run_steps(made, 1), expected)
 
 
@@ -63,4 +62,4 @@ def test_a_warm_start_leaves_no_trace_in_the_optimizer(models, tmp_path):
         assert last < first / 2
         s = samples()
         made.step(s, group_advantages(s.rewards, 4), 0)
-        assert set(optimizer.step_counters(made.optimizer)) == {1.0}
+        assert set(step_counters(made)) == {1.0}

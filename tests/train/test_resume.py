@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import torch
-from train_parts import config, samples, trainer
+from train_parts import config, samples, step_counters, trainer
 
 from miles_hpc.checkpoint import Checkpoints
 from miles_hpc.paths import RunPaths
 from miles_hpc.sections import Checkpoint
-from miles_hpc.train import optimizer
 from miles_hpc.train.advantage import group_advantages
 
 STEPS = 4
@@ -51,7 +50,7 @@ class Went:
             self.log_probs.append(result.train_log_probs.tobytes())
             self.drawn.append((float(torch.rand(())), float(np.random.rand()), random.random()))
         self.weights = {name: tensor.numpy().tobytes() for name, tensor in made.weights()}
-        self.counters = optimizer.step_counters(made.optimizer)
+        self.counters = step_counters(made)
 
 
 def seed():

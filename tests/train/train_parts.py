@@ -133,6 +133,13 @@ def kept_gradients(made: Any) -> dict[str, torch.Tensor]:
     return found
 
 
+def step_counters(made: Any) -> list[float]:
+    """AdamW's step counter of every parameter that a trainer's rank holds."""
+    from miles_hpc.train.optimizer import parts
+
+    return [float(v["step"]) for part in parts(made.optimizer) for v in part.optimizer.state.values()]
+
+
 @contextmanager
 def short_of_memory(tokens: int, at: str = "forward") -> Iterator[list[int]]:
     """Forwards, or backwards, of more than `tokens` run out of memory, as torch says it. Yields the size of every forward."""
