@@ -66,13 +66,12 @@ def write(folder: Path, **fault: Any) -> Found:
     return call(_write, folder, **fault)
 
 
-def call(function: Callable[..., None], folder: Path, watch: Callable[[int], None] = lambda pid: None, **fault: Any) -> Found:
-    """Run `function` in a new process, `watch(pid)` beside it; what it had found until its end."""
+def call(function: Callable[..., None], folder: Path, **fault: Any) -> Found:
+    """Run `function` in a new process; what it had found until its end."""
     ours, theirs = SPAWN.Pipe(duplex=False)
     process = SPAWN.Process(target=_run, args=(theirs, function, folder), kwargs=fault)
     process.start()
     theirs.close()
-    watch(process.pid)
     process.join(240)
     process.kill()
     return ours.recv() if process.exitcode == 0 else Found(said=f"exit code {process.exitcode}")
@@ -144,12 +143,14 @@ def _digest(trainer: Any) -> str:
     return found.hexdigest()
 
 
-def _suffer(bomb: Bomb | None = None, limit: int = 0, user: int = 0) -> None:
-    """Have what is done next fail: by a death, by a disk on which no file may have more than `limit` bytes, as another user."""
+def _suffer(bomb: Bomb | None = None, limit: int = 0, deadly: bool = False, user: int = 0) -> None:
+    """Have what is done next fail: by a death, by a disk on which no file may have more than `limit` bytes (to try is `deadly`
+    or an error), as another user."""
     if bomb:
         _arm(bomb)
     if limit:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL if deadly else signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     if user:
         os.setuid(user)

@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import h5py
 import loader
-import psutil
 from harness import SEED, Outcome, differences, finish
 from loader import Bomb, Found
 from subject import GaveUp, Subject
@@ -69,27 +69,9 @@ def flip_token(file: Path) -> None:
 
 
 def killed_at_some_byte(paths: RunPaths) -> Found:
-    """SIGKILL as soon as the new checkpoint has a certain size."""
-    size = random.Random(SEED).randrange(sum(f.stat().st_size for f in newest(paths).rglob("*") if f.is_file()))
-
-    def watch(pid: int) -> None:
-        process = psutil.Process(pid)
-        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE and _written(paths) <= size:
-            time.sleep(0.0005)
-        for one in [*process.children(recursive=True), process]:
-            one.kill()
-
-    return loader.save(paths.folder, watch=watch)
-
-
-def _written(paths: RunPaths) -> int:
-    total = 0
-    for file in paths.checkpoints.glob(".*.partial/**/*"):
-        try:
-            total += file.stat().st_size
-        except FileNotFoundError:
-            continue
-    return total
+    """By the kernel, as soon as a file of the new checkpoint has a certain size."""
+    size = random.Random(SEED).randrange(1, largest(newest(paths)).stat().st_size)
+    return loader.save(paths.folder, limit=size, deadly=True)
 
 
 def save(paths: RunPaths, **fault) -> Found:
@@ -131,7 +113,7 @@ FAULTS = [
     StorageFault("checkpoint without its manifest", lambda p: (newest(p) / "manifest.json").unlink(), -1, ("is missing",)),
     StorageFault("shard truncated", lambda p: truncate(shard(p)), said=("set aside",), shards_lost=1),
     StorageFault("bit flipped in a shard", lambda p: flip_token(shard(p)), said=("set aside",), shards_lost=1),
-    StorageFault("killed while saving", killed_at_some_byte, said=KILLED),
+    StorageFault("killed while saving", killed_at_some_byte, said=(f"exit code -{signal.SIGXFSZ}",)),
     StorageFault("killed before the manifest", partial(save, bomb=Bomb("fsync", "*.partial/*")), said=KILLED),
     StorageFault("killed before the rename of a checkpoint", partial(save, bomb=Bomb("rename", "*.partial")), said=KILLED),
     StorageFault(
