@@ -81,10 +81,15 @@ def install() -> bool:
         _streams()
         _random()
         _tensors()
-        # megatron marks functions for torch.compile, which on a CPU costs seconds and a C++ compiler for nothing.
-        torch.compiler.set_stance("force_eager")
+        # megatron marks functions for torch.compile: on a CPU seconds of imports, then a C++ compiler, for nothing.
+        _set("compile", _as_it_is, torch)
         torch.cuda.is_stand_in = True  # type: ignore[attr-defined]
     return True
+
+
+def _as_it_is(function: Callable[..., Any] | None = None, **_: Any) -> Any:
+    """`torch.compile`, also as a decorator with options."""
+    return function or _as_it_is
 
 
 def install_dispatcher() -> None:

@@ -1,7 +1,7 @@
 """What can be wrong with a user's input, found before the ranks start: `python -m miles_hpc.prepare --run FOLDER --attempt N`.
 
 Runs once on the batch host: imports the edges, makes the model folder if it is missing, reads the data. Exit code 0, or 2
-with a verdict `user_error` and the message on stderr.
+with a verdict `user_error` and the message on stderr. A restart does not wait for it: what the ranks before have read is good.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from miles_hpc import archive, calls, config, data, edges, transport, verdicts
+from miles_hpc import archive, calls, config, data, edges, verdicts
 from miles_hpc.config import Config
 from miles_hpc.errors import EdgeError, ModelError, UserError
 from miles_hpc.paths import RunPaths
@@ -30,7 +30,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     paths = RunPaths(arguments.run)
     try:
-        prepare(config.read(paths.config), paths)
+        if not passed(paths, arguments.attempt):
+            prepare(config.read(paths.config), paths)
     except Exception as error:
         place = {"role": "prepare", "host": socket.gethostname(), "phase": "prepare"}
         code = error.exit_code if isinstance(error, UserError) else 1
@@ -42,12 +43,21 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def passed(paths: RunPaths, attempt: int) -> bool:
+    """True if the attempt before got as far as its ranks and the user has said nothing since."""
+    if not paths.launcher_log(attempt - 1).exists():
+        return False
+    return attempt > json.loads(paths.job.read_text(encoding="utf-8"))["first_attempt"]
+
+
 def prepare(run: Config, paths: RunPaths) -> None:
     """Check edges, model and data of a run; make its model folder if it is missing.
 
     Raises:
         EdgeError, ModelError, DataError.
     """
+    from miles_hpc import transport  # loads torch
+
     check_demonstrations(run)
     calls.check(run)
     archive.check(run, paths)

@@ -9,6 +9,8 @@ Messages out: ("ready", facts) | ("output", id, Output) | ("answer", id, value) 
 
 import asyncio
 import ctypes
+import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -44,6 +46,7 @@ def main() -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # inherited by SGLang's children
     connection = Connection(int(sys.argv[1]))
+    os.register_at_fork(after_in_child=connection.close)  # else the rank would not see this process's end
     arguments = connection.recv()
     try:
         engine = _start(arguments)
@@ -64,6 +67,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def _start(arguments: EngineArguments) -> Any:
+    gc.disable()  # until all is imported: a tenth of the time of the imports
     import torch
 
     cuda = torch.cuda.is_available()
@@ -87,6 +91,14 @@ def _start(arguments: EngineArguments) -> Any:
         @classmethod
         def _launch_detokenizer_subprocesses(cls, **_: Any) -> tuple[list[Any], list[str]]:
             return [], []
+
+        @classmethod
+        def _launch_scheduler_processes(cls, *given: Any, **named: Any) -> Any:
+            gc.freeze()  # modules are there to stay
+            gc.enable()
+            if not cuda:  # a scheduler that is forked has them already, one that is spawned imports for 10 s; CUDA needs that
+                multiprocessing.set_start_method("fork", force=True)
+            return super()._launch_scheduler_processes(*given, **named)
 
     return TokenEngine(**server_arguments(arguments, torch.cuda.device_count() if cuda else 0))
 

@@ -68,6 +68,19 @@ def test_a_user_error_ends_with_a_verdict_and_no_traceback(tmp_path: Path, model
     assert "mine:reward" in verdict["error"]
 
 
+def test_a_restart_takes_the_input_as_good_until_the_user_says_something_new(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    for attempt in (1, 2, 3):
+        paths.attempt(attempt).mkdir(parents=True)
+    paths.job.write_text(json.dumps({"first_attempt": 1}))
+    paths.config.write_text(config.dump(run(tmp_path, data={"prompts": "nowhere.jsonl"})))
+    paths.launcher_log(2).touch()
+    assert [prepare.passed(paths, attempt) for attempt in (1, 2, 3)] == [False, False, True]
+    assert command(tmp_path, 3).returncode == 0
+    paths.job.write_text(json.dumps({"first_attempt": 3}))
+    assert command(tmp_path, 3).returncode == 2
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [

@@ -44,6 +44,13 @@ def test_random_states_are_the_cpus():
     assert torch.equal(torch.rand(3), first)
 
 
+def test_nothing_is_compiled():
+    def function(): ...
+
+    assert torch.compile(function) is torch.compile(function, dynamic=True) is function
+    assert torch.compile(dynamic=True)(function) is function
+
+
 def test_streams_and_events_do_nothing():
     with torch.cuda.stream(torch.cuda.Stream()) as _:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event()
