@@ -4,11 +4,9 @@ import itertools
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from miles_hpc import data, device
 from miles_hpc.buckets import buckets
 from miles_hpc.config import Config, dump
 from miles_hpc.errors import DeadlineExceeded, EngineDied, EngineError, Stopped
+from miles_hpc.group import open_store
 from miles_hpc.handover import handle
 from miles_hpc.paths import RunPaths
 from miles_hpc.rollout import drafts
@@ -206,11 +205,7 @@ class Sender:
     def __init__(self, engine: EngineHost) -> None:
         import torch.distributed as dist
 
-        self.engine = engine
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.group = None
+        self.engine, self.group, opened = engine, None, open_store("127.0.0.1")
 
         def join() -> None:
             from datetime import timedelta
@@ -218,7 +213,7 @@ class Sender:
             from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
             wait = timedelta(seconds=60)
-            store = dist.PrefixStore("weights", dist.TCPStore("127.0.0.1", port, 2, True, timeout=wait))
+            store = dist.PrefixStore("weights", opened)
             self.group, _ = _new_process_group_helper(
                 2, 0, [], dist.Backend("gloo"), store, group_name="weights", backend_options=None, timeout=wait
             )
@@ -226,7 +221,7 @@ class Sender:
 
         thread = threading.Thread(target=join)
         thread.start()
-        address = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
+        address = {"master_address": "127.0.0.1", "master_port": opened.port, "rank_offset": 1, "world_size": 2}
         engine.call("init_weights_update_group", group_name="weights", backend="gloo", **address)
         thread.join()
 
@@ -257,10 +252,12 @@ def test_the_engine_sees_nothing_of_mpi_or_slurm(engine: EngineHost) -> None:
         assert "mpi4py" not in " ".join(mapping.path for mapping in process.memory_maps())
 
 
-def test_every_wait_polls_and_has_a_deadline(engine: EngineHost) -> None:
-    frozen = scheduler(engine)
-    calls: list[float] = []
-    engine.poll_hook = lambda: calls.append(time.monotonic())
+def test_every_wait_polls_and_has_a_deadline(engine: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    frozen, poll = scheduler(engine), engine._connection.poll
+    calls: list[int] = []
+    asked: list[float] = []
+    monkeypatch.setattr(engine._connection, "poll", lambda seconds: asked.append(seconds) or poll(seconds))
+    engine.poll_hook = lambda: calls.append(1)
     frozen.suspend()
     try:
         with pytest.raises(DeadlineExceeded, match="did not answer within 1 s: checksum"):
@@ -268,7 +265,7 @@ def test_every_wait_polls_and_has_a_deadline(engine: EngineHost) -> None:
     finally:
         frozen.resume()
         engine.poll_hook = lambda: None
-    assert len(calls) > 5 and max(b - a for a, b in itertools.pairwise(calls)) < 0.3
+    assert len(calls) >= len(asked) >= 2 and max(asked) <= 0.2  # seconds, however long a busy machine makes them
     assert engine.call("checksum")  # the late answer to the first call is not taken for this one
 
 
@@ -307,13 +304,14 @@ def test_a_dead_engine_is_an_error_and_its_successor_samples_the_same(engine: En
     """SGLang kills its process tree some seconds after its scheduler's death; this process survives and starts another."""
     old = psutil.Process(engine.pid).children(recursive=True)
     stream = engine.generate([Request([5] * 10, i, 0, 80) for i in range(64)])
-    threading.Timer(0.1, scheduler(engine).kill).start()
+    kills = iter([scheduler(engine).kill])
+    engine.poll_hook = lambda: next(kills, lambda: None)()
     with pytest.raises(EngineDied, match="during generate") as caught:
         list(stream)
     assert "last lines of its log" in str(caught.value) and str(engine.log) in caught.value.where
     with pytest.raises(EngineDied):
         engine.call("checksum")
-    assert not psutil.wait_procs(old, timeout=10)[1]
+    assert not psutil.wait_procs(old, timeout=60)[1]
     engine.start()
     engine.wait_ready()
     assert tokens(answers(engine, requests(64))) == tokens(batch)
@@ -323,7 +321,7 @@ def test_shutdown_leaves_nothing_and_may_be_repeated(engine: EngineHost) -> None
     processes = [psutil.Process(engine.pid), *psutil.Process(engine.pid).children(recursive=True)]
     engine.shutdown()
     engine.shutdown()
-    assert not psutil.wait_procs(processes, timeout=10)[1] and engine.pid is None
+    assert not psutil.wait_procs(processes, timeout=60)[1] and engine.pid is None
 
 
 PARENT = """
