@@ -16,6 +16,8 @@ if [ -z "${SLURM_CONF:-}" ] && ! { command -v sinfo >/dev/null && sinfo >/dev/nu
     if ! miles-submit cluster up; then
         echo "no Slurm here and none can be started: the same ranks run under mpiexec (--local)"
         how=(--local)
+    else
+        trap 'echo "the private Slurm goes on; to stop it: make cluster-down"' EXIT
     fi
 fi
 
