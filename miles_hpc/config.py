@@ -33,6 +33,8 @@ from miles_hpc.sections import (
 
 __all__ = ["Component", "Config", "Data", "Train", "dump", "expanded", "is_edge", "load", "read"]
 
+WITHIN_GROUP = ("group_std", "group_mean", "rloo", "reinforce_pp_baseline")
+"""Values of `train.advantage` that are relative to the other samples of a prompt: 0 where there are none."""
 PATTERNS = {
     EDGE: "module:function is needed",
     RUN_NAME: "only letters, digits, '.', '_' and '-', a letter or a digit first",
@@ -107,13 +109,25 @@ def _problems(c: Config) -> Iterable[str]:
     yield from _placement_problems(c)
     yield from _layout_problems(c)
     yield from _length_problems(c)
-    if c.train.advantage == "none" and not c.train.teacher:
-        yield 'train.advantage = "none" leaves nothing to learn from but train.teacher, which is empty'
+    yield from _advantage_problems(c)
     if c.train.routing_replay and c.rollout.function:
         yield "train.routing_replay needs the engine's record of every answer, which a rollout.function does not hand on"
     if c.run.numerics == "exact":
         for key, value, wanted in _not_exact(c):
             yield f'run.numerics = "exact" needs {key} = {wanted}, not {value}; or set run.numerics = "native"'
+
+
+def _advantage_problems(c: Config) -> Iterable[str]:
+    """Advantages that would be 0 for every sample."""
+    advantage = c.train.advantage
+    if advantage == "none" and not c.train.teacher:
+        yield 'train.advantage = "none" leaves nothing to learn from but train.teacher, which is empty'
+    if c.rollout.samples_per_prompt == 1 and advantage in WITHIN_GROUP:
+        others = '"gae", "reinforce_pp", "reward"' + (', or "none" (the teacher alone)' if c.train.teacher else "")
+        yield (
+            f'rollout.samples_per_prompt = 1 with train.advantage = "{advantage}", which compares the samples of a prompt: '
+            f"every advantage would be 0; use 2 or more samples, or one of {others}"
+        )
 
 
 def _layout_problems(c: Config) -> Iterable[str]:

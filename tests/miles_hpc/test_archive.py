@@ -96,7 +96,7 @@ def settings(tmp_path, monkeypatch):
             "run": {"name": "t", "steps": 1, "edges_folder": str(tmp_path)},
             "model": {"path": "m"},
             "data": {"prompts": "p.jsonl"},
-            "rollout": {"prompts_per_step": 1, "samples_per_prompt": 1, "max_new_tokens": 4, "reward": "a:b"},
+            "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_new_tokens": 4, "reward": "a:b"},
             "train": {"lr": 0.1},
             "checkpoint": {"backend": f"own_store:{function}"},
         }

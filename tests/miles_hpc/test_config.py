@@ -1,11 +1,14 @@
 """What a user may write, and what the answer is to anything else."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from miles_hpc import config
 from miles_hpc.errors import ConfigError
+from miles_hpc.train.advantage import ADVANTAGES
 
 MINIMAL = """
 run = { name = "sums", steps = 4 }
@@ -123,6 +126,7 @@ def test_neither_path_nor_source(file):
         ("rollout.max_new_tokens=1024", "leaves no room for a prompt in model.context_length = 1024"),
         ("train.routing_replay=true rollout.function=m:f", "a rollout.function does not hand on"),
         ("slurm.rollout.gpus_per_node=3 rollout.tensor_parallel=2", "slurm.rollout.gpus_per_node = 3 is not divisible by 1"),
+        ("rollout.samples_per_prompt=1", 'every advantage would be 0; use 2 or more samples, or one of "gae"'),
         ("train.offload=true", 'train.offload has no meaning with run.placement = "split"'),
         (f"{COLOCATE} rollout.staleness=1", "needs rollout.staleness = 0, not 1"),
         (
@@ -137,6 +141,18 @@ def test_neither_path_nor_source(file):
 )
 def test_numbers_that_do_not_fit_say_what_would(file, overrides, expected):
     assert expected in refused(file, *overrides.split())
+
+
+def test_one_sample_per_prompt_is_refused_by_the_advantages_that_it_makes_0_and_by_no_other(file):
+    """Which those are, is asked of the formulas themselves."""
+    seen = {"rewards": np.array([0, 1, 1], np.float32), "answer_lengths": np.array([2, 1, 3])}
+    for name, advantage in ADVANTAGES.items():
+        overrides = ["rollout.samples_per_prompt=1", f"train.advantage={name}", *["train.teacher=t"] * (name == "none")]
+        if name == "none" or advantage(SimpleNamespace(**seen), 1).any():
+            assert config.load(file, overrides).train.advantage == name
+        else:
+            assert f'train.advantage = "{name}"' in refused(file, *overrides)
+    assert 'or "none" (the teacher alone)' in refused(file, "rollout.samples_per_prompt=1", "train.teacher=t")
 
 
 def test_colocated_engines_are_counted_by_the_training_ranks_beside_them(file, tmp_path):

@@ -34,7 +34,7 @@ def config(source: Path | str, **fields: Any) -> Config:
             "run": {"name": "t", "steps": 1, "seed": 3},
             "model": {"path": "m"},
             "data": {"prompts": str(source)} | fields,
-            "rollout": {"prompts_per_step": 1, "samples_per_prompt": 1, "max_new_tokens": 8, "reward": "a:b"},
+            "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_new_tokens": 8, "reward": "a:b"},
             "train": {"lr": 0.1},
         }
     )

@@ -31,7 +31,7 @@ def run(tmp_path: Path, **sections: dict[str, Any]) -> Config:
         "run": {"name": "t", "steps": 1, "edges_folder": str(tmp_path)},
         "model": {"source": HERE + "model", "context_length": 64},
         "data": {"prompts": HERE + "prompts"},
-        "rollout": {"prompts_per_step": 1, "samples_per_prompt": 1, "max_new_tokens": 24, "reward": HERE + "reward"},
+        "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_new_tokens": 24, "reward": HERE + "reward"},
         "train": {"lr": 0.1},
     }
     return Config.model_validate(

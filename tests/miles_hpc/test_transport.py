@@ -58,7 +58,7 @@ def made(tmp_path, monkeypatch):
             "run": {"name": "t", "steps": 1, "edges_folder": str(tmp_path)} | run,
             "model": {"path": "m"},
             "data": {"prompts": "p.jsonl"},
-            "rollout": {"prompts_per_step": 1, "samples_per_prompt": 1, "max_new_tokens": 4, "reward": "a:b"},
+            "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_new_tokens": 4, "reward": "a:b"},
             "train": {"lr": 0.1},
         }
         sections["rollout"]["weight_transport"] = f"own_transport:{name}"

@@ -13,7 +13,7 @@ def arguments(tmp_path, number: int, placement: str, workers: int = 1) -> Engine
             "data": {"prompts": "m:f"},
             "rollout": {
                 "prompts_per_step": 8,
-                "samples_per_prompt": 1,
+                "samples_per_prompt": 2,
                 "max_new_tokens": 8,
                 "reward": "m:f",
                 "tensor_parallel": workers,
