@@ -103,8 +103,9 @@ class Audit:
             yield f"{folder}: prompt {prompt_id} is in the ledger but in no rollout shard"
         for prompt_id in sorted(step.groups.keys() - lines.keys()):
             yield f"{folder}: prompt {prompt_id} has a rollout shard but no line in the ledger"
+        advantages = self._advantages(step)
         for prompt_id in sorted(lines.keys() & step.groups.keys()):
-            expected = _fate(step, prompt_id, self._advantages(step))
+            expected = _fate(step, prompt_id, advantages)
             for mismatch in _compared(lines[prompt_id], step.rewards(prompt_id), expected, step.refusal(prompt_id)):
                 yield f"{self.paths.ledger}: step {n}, prompt {prompt_id}: {mismatch}"
 
@@ -241,13 +242,12 @@ def _failed(text: str, found: Problems) -> bool:
     try:
         problems = list(found)
     except NotChecked as reason:
-        print(f"--   {text}: not checked, {reason}")
+        print(f"--   {text}: not checked, {reason}", flush=True)
         return False
-    print(f"{'BAD' if problems else 'ok '}  {text}")
-    for problem in problems[:SHOWN]:
-        print(f"       {problem}")
+    lines = [f"{'BAD' if problems else 'ok '}  {text}", *(f"       {problem}" for problem in problems[:SHOWN])]
     if len(problems) > SHOWN:
-        print(f"       and {len(problems) - SHOWN} more")
+        lines.append(f"       and {len(problems) - SHOWN} more")
+    print("\n".join(lines), flush=True)
     return bool(problems)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Step:
-    """All shards of a step."""
+    """All shards of a step; what follows from them is worked out once, when they are all there."""
 
     rollout: dict[Key, Row]
     """Of every group that was generated."""
@@ -45,7 +46,7 @@ class Step:
     problems: list[str] = field(default_factory=list)
     """Damaged shards and samples that are there twice."""
 
-    @property
+    @cached_property
     def accepted(self) -> dict[Key, Row]:
         """Samples of groups that no filter refused."""
         return {key: row for key, row in self.rollout.items() if not row.refusal}
@@ -54,7 +55,7 @@ class Step:
         """Why the group was refused; empty: it was trained on."""
         return self.rollout[prompt_id, self.groups[prompt_id][0]].refusal
 
-    @property
+    @cached_property
     def groups(self) -> dict[int, list[int]]:
         """Sample indices by prompt id, ascending."""
         found: dict[int, list[int]] = {}

@@ -4,13 +4,14 @@ import dataclasses
 import io
 import json
 import shutil
+import sys
 
 import h5py
 import numpy as np
 import pytest
 
 from miles_hpc import data, metrics
-from miles_hpc.launchers import audit
+from miles_hpc.launchers import advantages, audit
 from miles_hpc.samples import store
 from miles_hpc.samples.schema import Samples
 
@@ -44,6 +45,25 @@ def test_a_sound_run(make_run, capsys):
     assert code == 0, printed
     assert printed.count("ok ") == 13 and "not checked" not in printed
     assert "9 steps, 36 prompts, 72 samples counted" in printed
+
+
+def test_a_group_is_weighed_as_often_in_a_large_step_as_in_a_small_one(make_run, monkeypatch, capsys):
+    """Once for the ledger, once for the train shards."""
+    weighed = []
+    monkeypatch.setattr(
+        advantages, "_of_group", lambda rewards, kind, of=advantages._of_group: weighed.append(1) or of(rewards, kind)
+    )
+    code, printed = failing(make_run(2), capsys)
+    assert code == 0, printed
+    assert len(weighed) == 2 * 2 * 4
+
+
+def test_a_line_is_out_before_the_next_check_begins(make_run, monkeypatch):
+    raw, seen = io.BytesIO(), []
+    monkeypatch.setattr(audit.Audit, "order", lambda run: seen.append(raw.getvalue().decode()) or iter(()))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw))
+    audit.audit(make_run(1).folder)
+    assert "No prompt is in the ledger twice" in seen[0] and "The report's figures" not in seen[0]
 
 
 def test_samples_that_retention_removed_are_said_not_missed(make_run, capsys):
