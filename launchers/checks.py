@@ -7,8 +7,8 @@ from collections import Counter
 from pathlib import Path
 
 from miles_hpc import config as configuration
-from miles_hpc import protocols
-from miles_hpc.config import Config
+from miles_hpc import protocols, records
+from miles_hpc.config import Config, Data
 from miles_hpc.errors import DataError, EdgeError, ModelError, SiteError
 from miles_hpc.launchers.controller import Partition
 from miles_hpc.launchers.spec import JobSpec
@@ -54,12 +54,13 @@ def check_files(config: Config) -> None:
         what = "no Hugging Face checkpoint there (config.json is missing)"
         raise ModelError(what, where=f"train.teacher = {config.train.teacher}")
     for key in ("prompts", "eval"):
-        _check_data(f"data.{key}", getattr(config.data, key))
+        _check_data(f"data.{key}", getattr(config.data, key), config.data)
     for key, edge, _ in protocols.named(config):
         _check_edge(key, edge, folder)
 
 
-def _check_data(key: str, value: str) -> None:
+def _check_data(key: str, value: str, columns: Data) -> None:
+    """Lines of JSONL are read; a Parquet file, which takes libraries that are slow to load, is looked into by the job."""
     if not value or configuration.is_edge(value):
         return
     file = Path(value)
@@ -69,6 +70,8 @@ def _check_data(key: str, value: str) -> None:
         raise DataError("no such file", where=f"{key} = {file}")
     if not file.stat().st_size:
         raise DataError("the file is empty", where=f"{key} = {file}")
+    if not records.is_parquet(file):
+        records.check_head(file, columns)
 
 
 def _check_edge(key: str, edge: str, folder: Path) -> None:

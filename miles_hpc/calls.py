@@ -11,8 +11,8 @@ import numpy as np
 
 from miles_hpc.attach import attach
 from miles_hpc.config import Config, is_edge
-from miles_hpc.data import Row
 from miles_hpc.errors import EdgeError
+from miles_hpc.records import Row
 from miles_hpc.rollout.conversation import SampleClient, converse
 from miles_hpc.rollout.groups import GroupClient, perform
 from miles_hpc.rollout.judge import Judge

@@ -4,32 +4,21 @@ A prompt id (int64) is `epoch * rows + row`. The order of an epoch is a permutat
 a step depend on the configuration only, never on attempts or engines.
 """
 
-import json
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from miles_hpc import edges
+from miles_hpc import edges, records
 from miles_hpc.config import Config, Data, is_edge
 from miles_hpc.errors import DataError, ModelError
+from miles_hpc.records import Row
 
 Split = Literal["train", "eval"]
 SPARE_EPOCHS = 1 << 31
 """Epochs from here on are of prompts that replace refused ones."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One prompt as it was given."""
-
-    prompt: str | list[dict[str, str]]
-    """Text, or chat messages with `role` and `content`."""
-    label: Any = None
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Prompts:
@@ -164,9 +153,9 @@ def _rows(config: Config, source: str, split: Split) -> Iterator[Row]:
         raise DataError("no such file", where=source, next_step="data.prompts and data.eval name a .jsonl or .parquet file")
     if not os.access(file, os.R_OK):
         raise DataError("the file may not be read", where=source, next_step="look at its permissions: ls -l")
-    records = _parquet(file, config.data) if file.suffix.lower() == ".parquet" else _jsonl(file)
-    for number, record in records:
-        yield _row(record, config.data, f"{source}, {number}")
+    found = _parquet(file, config.data) if records.is_parquet(file) else records.jsonl(file)
+    for number, record in found:
+        yield records.row(record, config.data, f"{source}, {number}")
 
 
 def _from_edge(config: Config, source: str, split: Split) -> Iterator[Row]:
@@ -177,28 +166,7 @@ def _from_edge(config: Config, source: str, split: Split) -> Iterator[Row]:
         raise edges.wrong(key, function, "a list of dicts with prompt, label and metadata", items)
     columns = Data(prompts=source)
     for number, item in enumerate(items):
-        yield _row(item, columns, f"{source}, row {number}")
-
-
-def _jsonl(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield f"line {number}", _record(line, f"{file}, line {number}")
-
-
-def _record(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8: byte {error.start} of the line is 0x{line[error.start]:02x}", where=where) from None
-    except json.JSONDecodeError as error:
-        raise DataError(f"not JSON: {error.msg} at column {error.colno}", where=where) from None
-    except (RecursionError, ValueError) as error:  # thousands of brackets, a number of thousands of digits
-        raise DataError(f"not usable JSON: {edges.describe(error)[:200]}", where=where) from None
-    if not isinstance(record, dict):
-        raise DataError(f"a JSON object is needed, got {type(record).__name__}", where=where)
-    return record
+        yield records.row(item, columns, f"{source}, row {number}")
 
 
 def _parquet(file: Path, columns: Data) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -209,7 +177,7 @@ def _parquet(file: Path, columns: Data) -> Iterator[tuple[str, dict[str, Any]]]:
         parquet = pyarrow.parquet.ParquetFile(file)
         wanted = [columns.prompt_column, columns.label_column, columns.metadata_column]
         there = parquet.schema_arrow.names
-        _check_columns(columns, there, str(file))
+        records.check_columns(columns, there, str(file))
         number = 0
         for batch in parquet.iter_batches(columns=[name for name in wanted if name in there]):
             for record in batch.to_pylist():
@@ -217,57 +185,3 @@ def _parquet(file: Path, columns: Data) -> Iterator[tuple[str, dict[str, Any]]]:
                 number += 1
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         raise DataError(f"not a readable Parquet file: {edges.describe(error)[:300]}", where=str(file)) from None
-
-
-def _row(record: Mapping[str, Any], columns: Data, where: str) -> Row:
-    _check_columns(columns, list(record), where)
-    prompt = record[columns.prompt_column]
-    if not (isinstance(prompt, str) or _is_messages(prompt)):
-        raise DataError(f"{columns.prompt_column} must be a text or a list of messages with role and content", where=where)
-    _check_text(prompt, columns.prompt_column, where)
-    metadata = record.get(columns.metadata_column)
-    if isinstance(metadata, str):
-        metadata = _mapping(metadata, where)
-    if not isinstance(metadata, Mapping | None):
-        raise DataError(f"{columns.metadata_column} must be a mapping, got {type(metadata).__name__}", where=where)
-    return Row(prompt, record.get(columns.label_column), metadata or {})
-
-
-def _check_text(prompt: str | list[dict[str, str]], column: str, where: str) -> None:
-    """JSON can spell half a surrogate pair, which no tokenizer takes."""
-    for text in [prompt] if isinstance(prompt, str) else [text for message in prompt for text in message.values()]:
-        try:
-            str(text).encode()
-        except UnicodeEncodeError as error:
-            found = f"half a surrogate pair at character {error.start}"
-            raise DataError(f"{column} is not valid Unicode: {found}", where=where) from None
-
-
-def _mapping(text: str, where: str) -> Any:
-    """Parquet files often hold nested values as JSON text."""
-    try:
-        return json.loads(text)
-    except (RecursionError, ValueError):
-        raise DataError("metadata is a text that is not JSON", where=where) from None
-
-
-def _is_messages(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(isinstance(m, Mapping) and isinstance(m.get("content"), str) and isinstance(m.get("role"), str) for m in prompt)
-    )
-
-
-def _check_columns(columns: Data, there: list[str], where: str) -> None:
-    """The prompt must be there, and the label if the configuration names its column."""
-    needed = {"prompt_column": columns.prompt_column}
-    if columns.label_column != Data.model_fields["label_column"].default:
-        needed["label_column"] = columns.label_column
-    for key, column in needed.items():
-        if column not in there:
-            raise DataError(
-                f"there is no column {column!r}; there are {', '.join(map(repr, there)) or 'none'}",
-                where=where,
-                next_step=f"name the column with data.{key}",
-            )

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from miles_hpc.data import Row
 from miles_hpc.errors import EngineError
+from miles_hpc.records import Row
 from miles_hpc.rollout.judge import Judgement
 from miles_hpc.rollout.request import Draft, Output, Request
 from miles_hpc.rollout.reward import Score

@@ -1,6 +1,7 @@
 import pytest
 
 from miles_hpc import config as configuration
+from miles_hpc import data, records
 from miles_hpc.errors import DataError, EdgeError, ModelError, SiteError
 from miles_hpc.launchers import checks, plan
 from miles_hpc.launchers.controller import Partition
@@ -36,6 +37,35 @@ def test_what_is_missing_is_named(toml, override, error, said):
     (toml.parent / "empty.jsonl").touch()
     with pytest.raises(error, match=said):
         checks.check_files(load(toml, override))
+
+
+@pytest.mark.parametrize(
+    ("content", "override", "said"),
+    [
+        ('{"prompt": "a"}\n{"prompt": "b"\n', "data.chat=true", "not JSON: .* at column 15(.|\n)*line 2"),
+        ('{"prompt": "a"}\n', "data.prompt_column=question", "no column 'question'; there are 'prompt'"),
+        ('{"prompt": "a"}\n', "data.label_column=answer", "no column 'answer'"),
+        ("\n\n", "data.chat=true", "there are no prompts"),
+    ],
+)
+@pytest.mark.parametrize("key", ["prompts", "eval"])
+def test_lines_are_read_before_the_queue_with_the_message_of_the_job(toml, key, content, override, said):
+    (toml.parent / "rows.jsonl").write_text(content)
+    config = load(toml, f"data.{key}=rows.jsonl", override)
+    with pytest.raises(DataError, match=said) as before:
+        checks.check_files(config)
+    with pytest.raises(DataError) as within:
+        data.load(config, "train" if key == "prompts" or "column" in override else "eval")
+    assert str(before.value) == str(within.value)
+
+
+def test_of_a_long_file_only_the_head_is_read(toml, monkeypatch):
+    line = '{"prompt": "a"}\n'
+    (toml.parent / "prompts.jsonl").write_text(line * records.HEAD_LINES + "broken\n")
+    checks.check_files(load(toml))
+    (toml.parent / "prompts.jsonl").write_text(line + "broken\n")
+    monkeypatch.setattr(records, "HEAD_SECONDS", 0.0)
+    checks.check_files(load(toml))
 
 
 def test_a_model_with_a_source_may_be_missing(toml):

@@ -10,9 +10,9 @@ import pytest
 
 from miles_hpc import attach, calls, protocols
 from miles_hpc.config import Config
-from miles_hpc.data import Row
 from miles_hpc.errors import EdgeError
 from miles_hpc.launchers import checks, cli
+from miles_hpc.records import Row
 from miles_hpc.rollout.judge import Judge
 from miles_hpc.rollout.reward import Reward
 from miles_hpc.sample import Sample

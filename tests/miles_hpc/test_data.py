@@ -11,8 +11,9 @@ import pytest
 
 from miles_hpc import data
 from miles_hpc.config import Config
-from miles_hpc.data import Prompts, Row
+from miles_hpc.data import Prompts
 from miles_hpc.errors import DataError, EdgeError
+from miles_hpc.records import Row
 
 
 class Words:
@@ -94,6 +95,7 @@ def test_an_edge_as_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (b"\n \n", "there are no prompts", "p.jsonl"),
         (b'{"prompt": "a"}\n{"prompt": "\xff"}', "not UTF-8: byte 12 of the line is 0xff", "line 2"),
         (b'{"prompt": "a"}\n\n{"prompt": "b"', "not JSON", "line 3"),
+        (b'{"prompt": "a"}\n{"prompt": "b"\r\n{"prompt": "c"}\n', "not JSON: Expecting ',' delimiter at column 15", "line 2"),
         (b"[1, 2]", "a JSON object is needed, got list", "line 1"),
         (b'{"question": "a", "label": 1}', "no column 'prompt'; there are 'question', 'label'", "line 1"),
         (b'{"prompt": 3}', "must be a text or a list of messages", "line 1"),

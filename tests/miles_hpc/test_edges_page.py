@@ -12,9 +12,9 @@ import pytest
 from miles_hpc import calls, protocols, transport
 from miles_hpc.archive import Archive
 from miles_hpc.config import Config
-from miles_hpc.data import Row
 from miles_hpc.launchers import checks
 from miles_hpc.paths import RunPaths
+from miles_hpc.records import Row
 
 PAGE = (Path(__file__).parents[2] / "docs/edges.md").read_text()
 NAMES = {

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from miles_hpc.config import Config
-from miles_hpc.data import Prompts, Row
+from miles_hpc.data import Prompts
 from miles_hpc.errors import EngineError
+from miles_hpc.records import Row
 from miles_hpc.rollout.generate import Generator
 from miles_hpc.rollout.request import Output, Request
 from miles_hpc.rollout.reward import Reward

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from rollout_parts import by_index, generator
 
 from miles_hpc import filters, metrics
-from miles_hpc.data import Prompts, Row
+from miles_hpc.data import Prompts
 from miles_hpc.errors import EdgeError
+from miles_hpc.records import Row
 from miles_hpc.rollout.judge import Judge
 from miles_hpc.rollout.role import open_places
 from miles_hpc.sample import Sample
