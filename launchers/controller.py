@@ -13,6 +13,8 @@ from pathlib import Path
 from miles_hpc.errors import SiteError
 from miles_hpc.launchers import nodes
 
+PATIENT, BRIEF = 30.0, 5.0
+"""Seconds that an answer of Slurm's programs is waited for; BRIEF where a person waits and the run's files say most of it."""
 NO_SLURM = "miles-submit cluster up    (a private Slurm on this machine), or add --local (mpiexec, no Slurm)"
 # Worst first: the state of a heterogeneous job is that of its worst component, once all have ended.
 ENDED = ("NODE_FAIL", "OUT_OF_MEMORY", "CANCELLED", "TIMEOUT", "DEADLINE", "FAILED", "BOOT_FAIL", "COMPLETED")
@@ -107,9 +109,9 @@ def _number(text: str) -> int:
     return int(float(text[:-1]) * 1024) if text.endswith("K") else int(text)
 
 
-def job(job_id: str) -> JobState:
+def job(job_id: str, patience: float = PATIENT) -> JobState:
     """State of a job over all its components; works without accounting."""
-    answer, complaint = _said("scontrol", "-o", "show", "job", job_id)
+    answer, complaint = _said("scontrol", "-o", "show", "job", job_id, patience=patience)
     # A controller that restarts is not one that has forgotten: a run that may still be there must not be resumed.
     return parse_job(answer) if answer or "Invalid job id" in complaint else JobState("NO_ANSWER")
 
@@ -184,10 +186,10 @@ def _ask(*command: str) -> str:
     return _said(*command)[0]
 
 
-def _said(*command: str) -> tuple[str, str]:
+def _said(*command: str, patience: float = PATIENT) -> tuple[str, str]:
     """Output and complaints of one of Slurm's programs."""
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=patience)
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", str(error)
     return result.stdout, result.stderr

@@ -37,13 +37,13 @@ class RunState:
         return {"done": 0, "user_error": 2}.get(kind, 1)
 
 
-def state_of(folder: Path) -> RunState:
-    """Look at a run: one question to Slurm, or one look at a process."""
+def state_of(folder: Path, patience: float = controller.PATIENT) -> RunState:
+    """Look at a run: one question to Slurm, which has `patience` seconds to answer, or one look at a process."""
     paths = RunPaths(folder)
     job = job_of(paths)
     attempt = max(paths.attempt_numbers(), default=0)
     newest = verdict.read(paths, attempt) if attempt >= job["first_attempt"] else None
-    slurm = _ask(folder, job)
+    slurm = _ask(folder, job, patience)
     ended = slurm.ended or slurm.state == "UNKNOWN" or (slurm.state == "NO_ANSWER" and newest is not None)
     word = _word(slurm, newest, ended) if job["scheduler"] else "not submitted"
     return RunState(word, ended, job, slurm, attempt, newest)
@@ -67,10 +67,10 @@ def job_of(paths: RunPaths) -> dict[str, Any]:
     return job
 
 
-def _ask(folder: Path, job: dict[str, Any]) -> JobState:
+def _ask(folder: Path, job: dict[str, Any], patience: float) -> JobState:
     if job["scheduler"] == "slurm" and job["job_id"]:
         controller.use(job.get("slurm_conf", ""), job.get("slurm_programs", ""))
-        return controller.job(job["job_id"])
+        return controller.job(job["job_id"], patience)
     if job["scheduler"] == "local" and job["job_id"]:
         return JobState("RUNNING" if local.alive(int(job["job_id"]), folder) else "COMPLETED")
     return JobState("UNKNOWN")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from miles_hpc import config as configuration
 from miles_hpc import disk
+from miles_hpc.errors import SiteError
 from miles_hpc.launchers import controller, evidence, local, verdict
 from miles_hpc.launchers.progress import progress_of
 from miles_hpc.launchers.state import RunState, state_of
@@ -16,13 +17,15 @@ from miles_hpc.paths import RunPaths
 
 def text(folder: Path) -> str:
     """A run's state, progress, ranks and verdict, for a pending, running or ended run."""
-    return "\n".join(f"{name:9}{value}" for name, value in _rows(folder, state_of(folder)))
+    return "\n".join(f"{name:9}{value}" for name, value in _rows(folder, state_of(folder, controller.BRIEF)))
 
 
 def _rows(folder: Path, now: RunState) -> Iterator[tuple[str, str]]:
     config = configuration.read(RunPaths(folder).config)
     yield "run", f"{config.run.name} in {folder}"
     yield "state", _state(now)
+    if now.slurm.state == "NO_ANSWER":
+        yield "slurm", "did not answer; all of this is from the run's files"
     yield "progress", progress_of(folder, config.run.steps).line()
     if not now.ended:
         for beat in evidence.heartbeats(folder, now.attempt):
@@ -72,8 +75,15 @@ def _next(folder: Path, now: RunState) -> Iterator[str]:
 
 
 def cancel(folder: Path) -> str:
-    """End a run that has not ended; all its components."""
-    now = state_of(folder)
+    """End a run that has not ended; all its components.
+
+    Raises:
+        SiteError: Slurm does not answer, or says no.
+    """
+    now = state_of(folder, controller.BRIEF)
+    if now.slurm.state == "NO_ANSWER" and now.word != "done":
+        hint = "try again when squeue answers; until then the job may go on"
+        raise SiteError("Slurm did not answer: the job was not cancelled", where=f"job {now.job['job_id']}", next_step=hint)
     if now.ended:
         return f"the run has ended already: {now.word}"
     if now.job["scheduler"] == "local":

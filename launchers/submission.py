@@ -100,7 +100,7 @@ def _may_resume(folder: Path, without_slurm: bool) -> Config:
     """The configuration of a run that has ended and has something left to do."""
     paths = RunPaths(folder)
     config, before = configuration.read(paths.config), _last_job(paths)
-    now = state_of(folder)
+    now = state_of(folder, controller.BRIEF)
     if now.slurm.state == "NO_ANSWER":
         # Whoever says --local knows that this Slurm is gone.
         if now.word != "done" and not without_slurm:

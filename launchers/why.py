@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_hpc.errors import UserError
-from miles_hpc.launchers import autopsy, evidence, verdict
+from miles_hpc.launchers import autopsy, controller, evidence, verdict
 from miles_hpc.launchers.evidence import Heartbeat
 from miles_hpc.launchers.state import state_of
 from miles_hpc.launchers.verdict import Verdict
@@ -27,8 +27,8 @@ def why(folder: Path, attempt: int | None) -> str:
     Raises:
         UserError: no such attempt, or it has not ended yet.
     """
-    paths, now = RunPaths(folder), state_of(folder)
-    if now.ended and now.job["scheduler"]:
+    paths, now = RunPaths(folder), state_of(folder, controller.BRIEF)
+    if now.ended and now.job["scheduler"] and now.slurm.state != "NO_ANSWER":
         autopsy.close_last(paths, now.slurm.state)
     ended = [n for n in paths.attempt_numbers() if verdict.read(paths, n)]
     number = attempt or max(ended, default=0)

@@ -3,11 +3,12 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 
 import pytest
 
 from miles_hpc import config as configuration
-from miles_hpc.launchers import cli
+from miles_hpc.launchers import cli, controller
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -143,6 +144,55 @@ def test_files_of_a_run_that_are_damaged_give_no_traceback(capsys, no_slurm, tom
         (folder / file).write_text(f"{text}\n{text}")
     code, _, err = run(capsys, command, str(folder))
     assert code in (0, 1, 2) and (code == 0 or command == "audit" or err.startswith("miles-submit: "))
+
+
+@pytest.fixture
+def silent_slurm(no_slurm, toml, monkeypatch):
+    """A run of a Slurm whose programs wait for a controller that is gone; they leave the file `asked`."""
+    folder, programs = no_slurm / "run", no_slurm / "bin"
+    (folder / "attempts/001/logs").mkdir(parents=True)
+    programs.mkdir()
+    for name in ("scontrol", "scancel", "squeue", "sinfo", "sacct"):
+        (programs / name).write_text(f"#!/bin/sh\ntouch {no_slurm}/asked\nexec sleep 60\n")
+        (programs / name).chmod(0o755)
+    (folder / "config.toml").write_text(configuration.dump(configuration.load(toml)))
+    job = {"scheduler": "slurm", "job_id": "7", "first_attempt": 1, "slurm_programs": str(programs)}
+    (folder / "job.json").write_text(json.dumps(job))
+    (folder / "events.jsonl").write_text('{"event": "start", "step": 0, "attempt": 1, "time": 0}\n')
+    monkeypatch.setattr(controller, "BRIEF", 0.2)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("command", "exit_code", "said"),
+    [
+        ("status", 0, "did not answer"),
+        ("cancel", 3, "Slurm did not answer"),
+        ("resume", 3, "does not answer"),
+        ("why", 2, "status"),
+    ],
+)
+def test_a_slurm_that_does_not_answer_is_waited_for_briefly_and_said(capsys, silent_slurm, command, exit_code, said):
+    begin = time.monotonic()
+    code, out, err = run(capsys, command, str(silent_slurm))
+    assert time.monotonic() - begin < 10
+    assert (code, (silent_slurm.parent / "asked").exists()) == (exit_code, True)
+    assert said in (out if code == 0 else err)
+    assert "progress" in out if code == 0 else "  next:  " in err
+
+
+@pytest.mark.parametrize("command", ["report", "audit", "samples", "logs"])
+def test_what_is_in_the_files_is_not_asked_of_slurm(capsys, silent_slurm, command):
+    run(capsys, command, str(silent_slurm))
+    assert not (silent_slurm.parent / "asked").exists()
+
+
+def test_a_verdict_is_not_written_for_an_attempt_that_may_still_be_running(capsys, silent_slurm):
+    verdict = silent_slurm / "attempts/001/verdict.json"
+    verdict.write_text('{"kind": "hang", "attempt": 1, "time": 1}')
+    code, out, _ = run(capsys, "why", str(silent_slurm))
+    assert code == 0 and "hang" in out
+    assert json.loads(verdict.read_text()) == {"kind": "hang", "attempt": 1, "time": 1}
 
 
 @pytest.mark.parametrize("command", LOOKING)

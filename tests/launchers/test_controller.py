@@ -55,7 +55,7 @@ def test_a_forgotten_job_is_unknown():
     ],
 )
 def test_a_controller_that_is_away_has_not_forgotten(monkeypatch, complaint, state):
-    monkeypatch.setattr(controller, "_said", lambda *command: ("", complaint))
+    monkeypatch.setattr(controller, "_said", lambda *command, patience: ("", complaint))
     assert controller.job("7").state == state
 
 
