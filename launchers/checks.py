@@ -10,34 +10,69 @@ from miles_hpc import config as configuration
 from miles_hpc import protocols, records
 from miles_hpc.config import Config, Data
 from miles_hpc.errors import DataError, EdgeError, ModelError, SiteError
-from miles_hpc.launchers.controller import Partition
-from miles_hpc.launchers.spec import JobSpec
+from miles_hpc.launchers.controller import Kind, Partition
+from miles_hpc.launchers.spec import Component, JobSpec
 
 
 def check_nodes(job: JobSpec, partitions: dict[str, Partition]) -> None:
-    """Partitions exist and have as many nodes as the components want together.
+    """Partitions exist and have as many nodes as the components want together, with the cores, GPUs and memory that each wants.
 
     Raises:
         SiteError: they do not.
     """
     default = next((p.name for p in partitions.values() if p.default), "")
+    components = {c: (c.partition or default).split(",") for c in (job.components if job.single is None else (job.single,))}
     wanted: Counter[str] = Counter()
-    for component in job.components if job.single is None else (job.single,):
-        for name in (component.partition or default).split(","):
-            if name and name not in partitions:
-                near = difflib.get_close_matches(name, partitions) or sorted(partitions)
-                raise SiteError(
-                    f"no partition {name!r} here; did you mean {', '.join(near)}?", where=f"slurm.{component.role}.partition"
-                )
-        wanted[component.partition or default] += component.nodes + component.spares
-    for names, nodes in wanted.items():
-        there = sum(partitions[n].nodes for n in names.split(",") if n in partitions)
-        if names and nodes > there:
+    for component, names in components.items():
+        _check_names(component, names, partitions)
+        wanted[",".join(names)] += component.nodes + component.spares
+    for text, nodes in wanted.items():
+        there = sum(partitions[n].nodes for n in text.split(",") if n in partitions)
+        if text and nodes > there:
             raise SiteError(
-                f"{nodes} nodes wanted, partition {names} has {there}",
+                f"{nodes} nodes wanted, partition {text} has {there}",
                 where="slurm.train.nodes, slurm.rollout.nodes",
                 next_step="ask for fewer nodes, or name another partition",
             )
+    for component, names in components.items():
+        if any(names):
+            _check_kinds(component, ",".join(names), [kind for name in names for kind in partitions[name].kinds])
+
+
+def _check_names(component: Component, names: list[str], partitions: dict[str, Partition]) -> None:
+    for name in names:
+        if name and name not in partitions:
+            near = difflib.get_close_matches(name, partitions) or sorted(partitions)
+            raise SiteError(f"no partition {name!r} here; did you mean {', '.join(near)}?", where=_keys(component, "partition"))
+
+
+def _check_kinds(component: Component, partition: str, kinds: list[Kind]) -> None:
+    """Enough of the nodes are large enough, whatever else runs on them now."""
+    nodes, cores = component.nodes + component.spares, component.ranks_per_node * component.cpus_per_rank
+    sizes = (
+        ("gpus_per_node", component.gpus_per_node, "GPUs", [kind.gpus for kind in kinds]),
+        ("cpus_per_rank", cores, "cores (ranks_per_node x cpus_per_rank)", [kind.cpus for kind in kinds]),
+        ("memory_gb", component.memory_gb * 1024, "MB of memory", [kind.memory_mb for kind in kinds]),
+    )
+    for key, wanted, noun, there in sizes:
+        if sum(kind.nodes for kind, size in zip(kinds, there, strict=True) if size >= wanted) < nodes:
+            noun = f"{wanted} {noun}{' each' * (nodes > 1)}"
+            raise SiteError(
+                f"{nodes} node{'s' * (nodes > 1)} with {noun} wanted; those of partition {partition} have {_few(there)}",
+                where=_keys(component, key),
+                next_step="ask for less, or name another partition; all nodes: sinfo -N -o '%N %P %c %m %G'",
+            )
+
+
+def _few(sizes: list[int]) -> str:
+    """The different numbers, largest first."""
+    return ", ".join(str(size) for size in sorted(set(sizes), reverse=True))
+
+
+def _keys(component: Component, key: str) -> str:
+    """The configuration's name of `key`; nodes of a homogeneous job have that of both roles."""
+    roles = ("train", "rollout") if component.role == "all" else (component.role,)
+    return ", ".join(f"slurm.{role}.{key}" for role in roles)
 
 
 def check_files(config: Config) -> None:

@@ -22,13 +22,28 @@ STATES = ("COMPLETING", "SUSPENDED", "PREEMPTED", "REQUEUED", "PENDING", "CONFIG
 
 
 @dataclass(frozen=True)
+class Kind:
+    """Nodes of a partition that are alike."""
+
+    nodes: int
+    """All of them, also those that are down or drained."""
+    cpus: int
+    memory_mb: int
+    gpus: int
+
+
+@dataclass(frozen=True)
 class Partition:
-    """One partition as `scontrol` describes it."""
+    """One partition as `sinfo` describes it."""
 
     name: str
     default: bool
-    nodes: int
-    """All of its nodes, also those that are down or drained."""
+    kinds: tuple[Kind, ...]
+
+    @property
+    def nodes(self) -> int:
+        """How many there are of all kinds."""
+        return sum(kind.nodes for kind in self.kinds)
 
 
 @dataclass(frozen=True)
@@ -96,17 +111,30 @@ def cluster_name() -> str:
 
 def partitions() -> dict[str, Partition]:
     """Partitions by name."""
-    found = {}
-    for line in _ask("sinfo", "--noheader", "--format=%P %F").splitlines():
-        name, counts = line.split()
+    return parse_partitions(_ask("sinfo", "--noheader", "--noconvert", "--format=%P|%D|%c|%m|%G"))
+
+
+def parse_partitions(text: str) -> dict[str, Partition]:
+    """Partitions by name; a line is a kind of nodes of one: partition, nodes, cores, megabytes, generic resources."""
+    found: dict[str, Partition] = {}
+    for line in text.splitlines():
+        name, nodes, cpus, memory, resources = line.split("|")
         plain = name.rstrip("*")
-        found[plain] = Partition(plain, name.endswith("*"), _number(counts.split("/")[-1]))
+        kind = Kind(_number(nodes), _number(cpus), _number(memory), _gpus(resources))
+        before = found[plain].kinds if plain in found else ()
+        found[plain] = Partition(plain, name.endswith("*"), (*before, kind))
     return found
 
 
 def _number(text: str) -> int:
-    """A count as sinfo prints it: 12, or 1.5K for thousands."""
-    return int(float(text[:-1]) * 1024) if text.endswith("K") else int(text)
+    """A count as sinfo prints it: 12, or 12+ where nodes differ."""
+    return int(text.strip().rstrip("+"))
+
+
+def _gpus(resources: str) -> int:
+    """GPUs of a node, from generic resources such as `gpu:h200:8(S:0-1),nvme:1`."""
+    words = [word.split(":") for word in re.sub(r"\(.*?\)", "", resources.strip()).split(",")]
+    return sum(int(word[-1]) if word[-1].isdigit() else 1 for word in words if word[0] == "gpu")
 
 
 def job(job_id: str, patience: float = PATIENT) -> JobState:

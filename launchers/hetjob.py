@@ -45,8 +45,12 @@ class HetExecutor(SlurmExecutor):
             with contextlib.redirect_stderr(io.StringIO()):  # CommandFunction also prints what it raises
                 said = CommandFunction(self._make_submission_command(paths.script), verbose=False)()
         except FailedJobError as error:
-            hint = "miles-submit plan FILE shows the script; account, qos, partition and time are keys of [slurm]"
-            raise SiteError(f"sbatch refused the job: {error}", where=str(paths.script), next_step=hint) from None
+            # not the script's file: a first submission that fails leaves nothing behind
+            where = (
+                "[slurm], [slurm.train] and [slurm.rollout] of the configuration: account, qos, constraint, extra, time_minutes"
+            )
+            hint = "miles-submit plan FILE shows the script"
+            raise SiteError(f"sbatch refused the job: {error}", where=where, next_step=hint) from None
         return self.job_class(self.folder, self._get_job_id_from_submission_command(said))
 
     def _num_tasks(self) -> int:

@@ -4,12 +4,13 @@ from miles_hpc import config as configuration
 from miles_hpc import data, records
 from miles_hpc.errors import DataError, EdgeError, ModelError, SiteError
 from miles_hpc.launchers import checks, plan
-from miles_hpc.launchers.controller import Partition
+from miles_hpc.launchers.controller import Kind, Partition
 
+SMALL, LARGE = Kind(2, 8, 8000, 0), Kind(2, 64, 256_000, 4)
 PARTITIONS = {
-    "all": Partition("all", True, 4),
-    "train": Partition("train", False, 2),
-    "rollout": Partition("rollout", False, 2),
+    "all": Partition("all", True, (SMALL, LARGE)),
+    "train": Partition("train", False, (LARGE,)),
+    "rollout": Partition("rollout", False, (SMALL,)),
 }
 
 
@@ -135,3 +136,24 @@ def test_components_in_one_partition_are_added_up(toml):
 def test_unknown_partition_offers_the_nearest(toml):
     with pytest.raises(SiteError, match="did you mean rollout"):
         checks.check_nodes(job(toml, "slurm.rollout.partition=rolout"), PARTITIONS)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("slurm.rollout.gpus_per_node=4", "2 nodes with 4 GPUs each wanted; those of partition rollout have 0"),
+        ("slurm.train.gpus_per_node=8", r"(?s)have 4\b.*where: slurm\.train\.gpus_per_node"),
+        ("slurm.rollout.cpus_per_rank=9", r"9 cores \(ranks_per_node x cpus_per_rank\) each wanted.*have 8"),
+        ("slurm.rollout.memory_gb=8", "8192 MB of memory each wanted.*have 8000"),
+    ],
+)
+def test_nodes_that_are_too_small(toml, override, said):
+    with pytest.raises(SiteError, match=said):
+        checks.check_nodes(job(toml, override), PARTITIONS)
+
+
+def test_some_nodes_of_a_partition_are_large_enough_and_not_all(toml):
+    both = ["slurm.train.partition=all", "slurm.train.gpus_per_node=4"]
+    checks.check_nodes(job(toml, *both), PARTITIONS)
+    with pytest.raises(SiteError, match="3 nodes with 4 GPUs each wanted; those of partition all have 4, 0"):
+        checks.check_nodes(job(toml, *both, "slurm.train.spares=1", "slurm.rollout.nodes=1"), PARTITIONS)

@@ -74,3 +74,17 @@ def test_sizes_of_an_outer_job_are_forgotten(no_slurm, monkeypatch):
     import os
 
     assert "SLURM_NTASKS" not in os.environ
+
+
+def test_kinds_of_nodes_of_a_partition():
+    text = """\
+all*|4|8|8000|(null)
+gpu|16|128+|1000000+|gpu:h200:8(S:0-1),nvme:1
+gpu|2|64|512000|gpu:a100:4(S:0,1),gpu:t4:2
+gpu|1|64|512000|gpu
+"""
+    found = controller.parse_partitions(text)
+    assert (found["all"].default, found["all"].nodes, found["all"].kinds[0].gpus) == (True, 4, 0)
+    assert (found["gpu"].default, found["gpu"].nodes) == (False, 19)
+    assert found["gpu"].kinds[0] == controller.Kind(16, 128, 1_000_000, 8)
+    assert [kind.gpus for kind in found["gpu"].kinds] == [8, 6, 1]

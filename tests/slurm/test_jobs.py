@@ -115,7 +115,14 @@ def test_two_runs_at_once_one_requeued_by_slurm_and_one_by_itself(submit, holdin
 
 
 def test_what_slurm_does_not_have_is_refused_before_the_queue_and_leaves_nothing(submit):
-    for override in ("slurm.train.nodes=4", "slurm.train.partition=trian", "slurm.train.gpus_per_node=64"):
-        with pytest.raises(SiteError):
+    runs = submit.toml.parent / "runs"
+    for override, said in (
+        ("slurm.train.nodes=4", "nodes wanted"),
+        ("slurm.train.partition=trian", "did you mean train"),
+        ("slurm.train.gpus_per_node=64", "with 64 GPUs"),
+        ("slurm.train.constraint=nowhere", "sbatch refused the job"),
+    ):
+        with pytest.raises(SiteError, match=said) as refused:
             submit("done", override)
-    assert list((submit.toml.parent / "runs").iterdir()) == []
+        assert str(runs) not in str(refused.value)
+    assert list(runs.iterdir()) == []
