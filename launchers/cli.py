@@ -59,9 +59,9 @@ def _add_submitting(commands) -> None:
     plan = _command(commands, "plan", _plan, "print the job script and the batch arithmetic; touches nothing")
     for parser in (run, plan):
         parser.add_argument("file", type=Path, metavar="FILE", help="TOML file of the run")
-        parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override one key")
     resume = _command(commands, "resume", _resume, "go on with a run that ended, from its newest checkpoint", run=True)
-    for parser in (run, plan, resume):
+    for parser, text in ((run, "override one key"), (plan, "override one key"), (resume, "change one key of RUN/config.toml")):
+        parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help=text)
         parser.add_argument("--local", action="store_true", help="the same ranks under mpiexec on this machine, no Slurm")
     for parser in (run, resume):
         parser.add_argument("--watch", action="store_true", help="show progress until the end (Ctrl-C leaves the job running)")
@@ -145,7 +145,7 @@ def _run(options: argparse.Namespace) -> int:
 def _resume(options: argparse.Namespace) -> int:
     from miles_hpc.launchers import submission
 
-    submitted = submission.resume(_existing(options.run), without_slurm=options.local)
+    submitted = submission.resume(_existing(options.run), options.set, without_slurm=options.local)
     return submission.follow(submitted, watch=options.watch)
 
 

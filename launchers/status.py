@@ -71,7 +71,7 @@ def _next(folder: Path, now: RunState) -> Iterator[str]:
     elif now.job["scheduler"]:
         if now.verdict and now.verdict.next:
             yield now.verdict.next
-        yield f"miles-submit resume {name}"
+        yield verdict.resume(folder, now.verdict)
 
 
 def cancel(folder: Path) -> str:

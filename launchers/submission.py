@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +17,7 @@ from miles_hpc import config as configuration
 from miles_hpc import durable
 from miles_hpc.config import Config
 from miles_hpc.errors import SiteError, UserError
-from miles_hpc.launchers import autopsy, batch, controller, local, plan, provenance, verdict
+from miles_hpc.launchers import amendment, autopsy, batch, controller, local, plan, provenance, verdict
 from miles_hpc.launchers.checks import check_files, check_nodes
 from miles_hpc.launchers.spec import MAIN, PREPARE, JobSpec
 from miles_hpc.launchers.state import job_of, state_of
@@ -51,16 +51,41 @@ def run(file: Path, overrides: Iterable[str], *, without_slurm: bool, main: Prog
     return job.folder
 
 
-def resume(folder: Path, *, without_slurm: bool, main: Program = MAIN, prepare: Program = PREPARE) -> Path:
+def resume(
+    folder: Path,
+    overrides: Sequence[str] = (),
+    *,
+    without_slurm: bool,
+    main: Program = MAIN,
+    prepare: Program = PREPARE,
+) -> Path:
     """Submit a run that has ended again; it goes on from its newest checkpoint.
 
+    Args:
+        overrides: keys to change in the run's config.toml, which stays as it was where the run is not submitted.
+
     Raises:
-        UserError: it has not ended, or has nothing left to do. SiteError: nobody can say whether it has ended.
+        UserError: it has not ended, has nothing left to do, or a key may not change.
+        SiteError: nobody can say whether it has ended.
     """
     with _alone(folder):
-        config = _may_resume(folder, without_slurm)
+        config = _may_resume(folder, overrides, without_slurm)
         without_slurm = without_slurm or _last_job(RunPaths(folder))["scheduler"] == "local"
-        return _again(folder, config, without_slurm, main, prepare)
+        with _written(folder, config) if overrides else contextlib.nullcontext():
+            return _again(folder, config, without_slurm, main, prepare)
+
+
+@contextlib.contextmanager
+def _written(folder: Path, config: Config) -> Iterator[None]:
+    """The configuration is in the run folder, before the job can read it; taken back if there is no job."""
+    file = RunPaths(folder).config
+    before = file.read_text(encoding="utf-8")
+    durable.replace(file, configuration.dump(config))
+    try:
+        yield
+    except BaseException:
+        durable.replace(file, before)
+        raise
 
 
 def go_on(folder: Path, *, main: Program = MAIN, prepare: Program = PREPARE) -> bool:
@@ -96,7 +121,7 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _may_resume(folder: Path, without_slurm: bool) -> Config:
+def _may_resume(folder: Path, overrides: Sequence[str], without_slurm: bool) -> Config:
     """The configuration of a run that has ended and has something left to do."""
     paths = RunPaths(folder)
     config, before = configuration.read(paths.config), _last_job(paths)
@@ -108,8 +133,9 @@ def _may_resume(folder: Path, without_slurm: bool) -> Config:
             raise SiteError("Slurm does not answer: the run may still be queued or running", where=str(folder), next_step=hint)
     elif not now.ended:
         raise UserError(f"the run is still {now.word}", where=str(folder), next_step=f"miles-submit status {folder}")
+    config = amendment.amended(folder, config, overrides)
     if now.word == "done" and config.run.steps <= before.get("steps", 0):
-        hint = f"to train longer raise run.steps in {paths.config}"
+        hint = f"to train longer: miles-submit resume {shlex.quote(str(folder))} --set run.steps=N"
         raise UserError(f"the run is complete, all {config.run.steps} steps", where=str(folder), next_step=hint)
     return config
 

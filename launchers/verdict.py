@@ -1,8 +1,10 @@
 """How an attempt ended, and what follows from it: a pure function of the run's history."""
 
 import json
+import shlex
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from miles_hpc import durable
@@ -14,6 +16,8 @@ REQUEUE = {"preempted", "time_limit", "node_failure", "bad_node"}
 """The allocation is gone, going, or has a node that is no good."""
 STOP = {"user_error", "diverged"}
 """The next attempt would end in the same way."""
+KEYS_MEND = STOP | {"out_of_memory"}
+"""What another value of a key may mend."""
 NOT_ITS_FAULT = {"preempted", "bad_node"}
 """An attempt that was given no time says nothing about the run."""
 ATTEMPTS_WITHOUT_PROGRESS = 3
@@ -162,3 +166,11 @@ def sentence(found: Verdict) -> str:
     )
     facts = ", ".join(part for part in (" ".join(p for p in (who, place) if p), doing) if part)
     return f"{found.kind}{f' ({facts})' if facts else ''}{f': {found.error}' if found.error else ''}"
+
+
+def resume(folder: Path, found: Verdict | None) -> str:
+    """The command that goes on, with the way to change a key where that may be what the run lacks."""
+    command = f"miles-submit resume {shlex.quote(str(folder))}"
+    if found is None or found.kind not in KEYS_MEND:
+        return command
+    return f"{command}    (with --set SECTION.KEY=VALUE it changes a key of {RunPaths(folder).config} first)"

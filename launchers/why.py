@@ -63,7 +63,7 @@ def _rows(paths: RunPaths, number: int, found: Verdict, values: dict[str, Any]) 
     yield "then", FOLLOWS.get(found.action, "") + without
     yield "next", found.next
     if found.action == "stop" and found.kind != "done":
-        yield "next", f"miles-submit resume {shlex.quote(str(paths.folder))}"
+        yield "next", verdict.resume(paths.folder, found)
 
 
 def _who(found: Verdict) -> str:

@@ -31,7 +31,7 @@ from miles_hpc.sections import (
     is_edge,
 )
 
-__all__ = ["Component", "Config", "Data", "Train", "dump", "expanded", "is_edge", "load", "read"]
+__all__ = ["Component", "Config", "Data", "Train", "changed", "dump", "expanded", "is_edge", "load", "read"]
 
 WITHIN_GROUP = ("group_std", "group_mean", "rloo", "reinforce_pp_baseline")
 """Values of `train.advantage` that are relative to the other samples of a prompt: 0 where there are none."""
@@ -250,6 +250,22 @@ def read(file: Path) -> Config:
         ConfigError: missing or damaged.
     """
     return _validate(_toml(file), str(file))
+
+
+def changed(before: Config, overrides: Iterable[str], file: Path) -> Config:
+    """A resolved configuration with `--set` overrides; file names in them are relative to the run's TOML file, as at first.
+
+    Args:
+        file: where the configuration lies, for messages.
+
+    Raises:
+        ConfigError: as `load`.
+    """
+    raw = before.model_dump(exclude_none=True)
+    for text in overrides:
+        _override(raw, text)
+    _absolute(raw, Path(before.run.edges_folder))
+    return _validate(raw, str(file))
 
 
 def dump(config: Config) -> str:

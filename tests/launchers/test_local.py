@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from miles_hpc import config as configuration
 from miles_hpc.errors import UserError
 from miles_hpc.launchers import logs, state, status, submission, verdict, watch, why
 from miles_hpc.paths import RunPaths
@@ -56,7 +57,8 @@ def test_cancel_lets_the_ranks_save_and_resume_goes_on(no_slurm, toml):
     assert verdict.newest(RunPaths(run)).kind == "preempted"
     assert "saved" in RunPaths(run).log(1, "train", 0).read_text()
 
-    submission.resume(run, without_slurm=True, main=(PROBE, "done"), prepare=(PROBE, "prepare"))
+    submission.resume(run, ["run.steps=7"], without_slurm=True, main=(PROBE, "done"), prepare=(PROBE, "prepare"))
+    assert configuration.read(RunPaths(run).config).run.steps == 7
     wait(lambda: state.state_of(run).ended)
     assert state.state_of(run).word == "done"
     assert RunPaths(run).attempt_numbers() == [1, 2]
