@@ -30,7 +30,7 @@ class Progress:
     """By the median of the last ten steps."""
 
     def line(self) -> str:
-        """`step 12/40  reward 0.41  rollout 1.2 s  train 0.8 s  ETA 1:02`."""
+        """`step 12/40  reward 0.41  rollout 1.2 s  train 0.8 s  ETA 1 h 55 min`."""
         parts = [f"step {self.done}/{self.steps}"]
         if self.reward is not None:
             parts.append(f"reward {self.reward:.3f}")
@@ -42,8 +42,7 @@ class Progress:
             parts.append(f"out of memory: micro-batches of {self.micro_batch_tokens} tokens")
         parts += [f"{name} {seconds:.1f} s" for name, seconds in self.phase_seconds.items() if seconds >= 0.05]
         if self.seconds_left is not None and self.done < self.steps:
-            minutes, seconds = divmod(round(self.seconds_left), 60)
-            parts.append(f"ETA {minutes}:{seconds:02d}")
+            parts.append(f"ETA {duration(self.seconds_left)}")
         return "  ".join(parts)
 
 
@@ -67,3 +66,12 @@ def progress_of(folder: Path, steps: int) -> Progress:
 def _seconds_left(times: list[float], steps_left: int) -> float | None:
     gaps = [b - a for a, b in pairwise(times)]
     return median(gaps) * steps_left if gaps else None
+
+
+def duration(seconds: float) -> str:
+    """`1 h 55 min`, `1 min 12 s` or `45 s`."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"

@@ -10,7 +10,7 @@ from miles_hpc import config as configuration
 from miles_hpc import disk
 from miles_hpc.errors import SiteError
 from miles_hpc.launchers import controller, evidence, local, verdict
-from miles_hpc.launchers.progress import progress_of
+from miles_hpc.launchers.progress import duration, progress_of
 from miles_hpc.launchers.state import RunState, state_of
 from miles_hpc.paths import RunPaths
 
@@ -26,7 +26,8 @@ def _rows(folder: Path, now: RunState) -> Iterator[tuple[str, str]]:
     yield "state", _state(now)
     if now.slurm.state == "NO_ANSWER":
         yield "slurm", "did not answer; all of this is from the run's files"
-    yield "progress", progress_of(folder, config.run.steps).line()
+    progress = progress_of(folder, config.run.steps)
+    yield "progress", progress.line()
     if not now.ended:
         for beat in evidence.heartbeats(folder, now.attempt):
             age = max(0.0, time.time() - beat.time)
@@ -37,6 +38,11 @@ def _rows(folder: Path, now: RunState) -> Iterator[tuple[str, str]]:
     yield "disk", _disk(RunPaths(folder))
     if warning := disk.shortage(RunPaths(folder)):
         yield "warning", warning
+    if not now.ended and (progress.seconds_left or 0.0) > (limit := now.slurm.end - time.time()):
+        yield (
+            "warning",
+            f"the time limit comes in {duration(max(0.0, limit))}, before the last step: saved then, and queued again",
+        )
     if now.verdict:
         yield "verdict", verdict.sentence(now.verdict)
     for command in _next(folder, now):

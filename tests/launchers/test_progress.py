@@ -1,7 +1,7 @@
 import json
 from pathlib import Path
 
-from miles_hpc.launchers.progress import progress_of
+from miles_hpc.launchers.progress import duration, progress_of
 from miles_hpc.paths import RunPaths
 
 
@@ -31,7 +31,17 @@ def test_reward_phases_and_time_left_by_the_median_step(tmp_path):
         {"event": "start", "step": 0, "attempt": 1, "time": 0.0},
         *(step(n, t) for n, t in enumerate((10, 12, 14, 50))),
     )
-    assert progress_of(tmp_path, 40).line() == "step 4/40  reward 0.400  rollout 1.2 s  train 0.5 s  ETA 1:12"
+    assert progress_of(tmp_path, 40).line() == "step 4/40  reward 0.400  rollout 1.2 s  train 0.5 s  ETA 1 min 12 s"
+
+
+def test_durations_name_their_units():
+    assert [duration(s) for s in (0.4, 59.6, 3599.4, 6949, 90000)] == [
+        "0 s",
+        "1 min 0 s",
+        "59 min 59 s",
+        "1 h 55 min",
+        "25 h 0 min",
+    ]
 
 
 def test_refused_groups_are_on_the_line(tmp_path):

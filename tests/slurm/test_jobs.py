@@ -1,6 +1,7 @@
 """Whole runs in a real Slurm, the probe in place of the ranks."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -89,7 +90,12 @@ def test_cancel_ends_the_run_for_good_and_resume_goes_on(submit, holding, ended)
     holding(run)
     with pytest.raises(UserError, match="still running"):
         submission.resume(run, without_slurm=False)
-    assert "rank     5 rollout on r1: rollout, step 3" in status.text(run)
+    slow = [{"event": "step", "step": n, "attempt": 1, "time": 3600.0 * n, "metrics": {}, "phase_seconds": {}} for n in (0, 1)]
+    RunPaths(run).events.write_text("".join(f"{json.dumps(event)}\n" for event in slow))
+    text = status.text(run)
+    assert "rank     5 rollout on r1: rollout, step 3" in text
+    assert "ETA 1 h 0 min" in text
+    assert re.search(r"warning  the time limit comes in \d min \d+ s, before the last step", text)
     status.cancel(run)
     now = ended(run)
     assert (now.word, now.attempt) == ("cancelled", 1)
