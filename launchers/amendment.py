@@ -1,6 +1,6 @@
 """`miles-submit resume --set`: which keys of a run may change between two attempts."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from pathlib import Path
 
@@ -26,7 +26,7 @@ OF_STEPS = (
 """What checkpoints and samples of earlier steps depend on, and what `audit` counts them by."""
 
 
-def amended(folder: Path, before: Config, overrides: Iterable[str]) -> Config:
+def amended(folder: Path, before: Config, overrides: Sequence[str]) -> Config:
     """The run's configuration with `--set` overrides, checked as at its submission; writes nothing.
 
     Raises:

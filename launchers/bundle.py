@@ -41,10 +41,11 @@ class Target:
     def check(self, pins: dict[str, str]) -> None:
         """Compare with the pins. Raises: UserError if they are for another Python, torch or CUDA."""
         if self.python not in ("3.11", "3.12"):
-            raise UserError(f"--python {self.python}: the pins are for 3.11 and 3.12")
+            raise UserError(f"--python {self.python}: the pins are for 3.11 and 3.12", next_step="--python 3.11 or 3.12")
         for name, wanted, pin in (("torch", self.torch, pins["torch"]), ("cuda", self.cuda, pins["cuda-toolkit"])):
             if f"{pin}.".find(f"{wanted}.") != 0:
-                raise UserError(f"--{name} {wanted}: the pins are for {pin}", where=str(ROOT / "requirements" / PINS[0]))
+                what, file = f"--{name} {wanted}: the pins are for {pin}", ROOT / "requirements" / PINS[0]
+                raise UserError(what, where=str(file), next_step=f"--{name} {pin}, or change the pins")
 
     @property
     def arguments(self) -> list[str]:

@@ -13,6 +13,8 @@ from miles_hpc.errors import DataError, EdgeError, ModelError, SiteError
 from miles_hpc.launchers.controller import Kind, Partition
 from miles_hpc.launchers.spec import Component, JobSpec
 
+NO_CHECKPOINT = "no Hugging Face checkpoint there (config.json is missing)"
+
 
 def check_nodes(job: JobSpec, partitions: dict[str, Partition]) -> None:
     """Partitions exist and have as many nodes as the components want together, with the cores, GPUs and memory that each wants.
@@ -43,7 +45,8 @@ def _check_names(component: Component, names: list[str], partitions: dict[str, P
     for name in names:
         if name and name not in partitions:
             near = difflib.get_close_matches(name, partitions) or sorted(partitions)
-            raise SiteError(f"no partition {name!r} here; did you mean {', '.join(near)}?", where=_keys(component, "partition"))
+            what = f"no partition {name!r} here; did you mean {', '.join(near)}?"
+            raise SiteError(what, where=_keys(component, "partition"), next_step="name one that `sinfo -s` shows")
 
 
 def _check_kinds(component: Component, partition: str, kinds: list[Kind]) -> None:
@@ -84,10 +87,11 @@ def check_files(config: Config) -> None:
     folder = Path(config.run.edges_folder)
     model = Path(config.model.path)
     if config.model.path and not config.model.source and not (model / "config.json").is_file():
-        raise ModelError("no Hugging Face checkpoint there (config.json is missing)", where=f"model.path = {model}")
+        hint = "name the folder of a checkpoint, or a function that makes one: model.source"
+        raise ModelError(NO_CHECKPOINT, where=f"model.path = {model}", next_step=hint)
     if config.train.teacher and not (Path(config.train.teacher) / "config.json").is_file():
-        what = "no Hugging Face checkpoint there (config.json is missing)"
-        raise ModelError(what, where=f"train.teacher = {config.train.teacher}")
+        hint = "name the folder of a checkpoint; a relative one is beside the TOML file"
+        raise ModelError(NO_CHECKPOINT, where=f"train.teacher = {config.train.teacher}", next_step=hint)
     for key in ("prompts", "eval"):
         _check_data(f"data.{key}", getattr(config.data, key), config.data)
     for key, edge, _ in protocols.named(config):
@@ -102,9 +106,10 @@ def _check_data(key: str, value: str, columns: Data) -> None:
     if file.is_dir():
         raise DataError("a folder, not a file", where=f"{key} = {file}", next_step="name a .jsonl or .parquet file in it")
     if not file.is_file():
-        raise DataError("no such file", where=f"{key} = {file}")
+        hint = "name a .jsonl or .parquet file; a relative one is beside the TOML file"
+        raise DataError("no such file", where=f"{key} = {file}", next_step=hint)
     if not file.stat().st_size:
-        raise DataError("the file is empty", where=f"{key} = {file}")
+        raise DataError("the file is empty", where=f"{key} = {file}", next_step="name one with a prompt per line")
     if not records.is_parquet(file):
         records.check_head(file, columns)
 
@@ -112,18 +117,24 @@ def _check_data(key: str, value: str, columns: Data) -> None:
 def _check_edge(key: str, edge: str, folder: Path) -> None:
     module, _, function = edge.partition(":")
     if (file := find_module(module, folder)) is None:
-        raise EdgeError(f"module {module!r} is neither installed nor beside the TOML file", where=f"{key} = {edge}, {folder}")
+        what, hint = (
+            f"module {module!r} is neither installed nor beside the TOML file",
+            f"put {module}.py there, or correct the name",
+        )
+        raise EdgeError(what, where=f"{key} = {edge}, {folder}", next_step=hint)
     if file.suffix != ".py":
         return
     try:
         # as Python does it, with byte order marks and encodings that the file declares
         names = _names(ast.parse(importlib.util.decode_source(file.read_bytes()), str(file)).body)
     except (SyntaxError, ValueError) as error:
-        raise EdgeError(f"cannot be parsed: {error}", where=f"{key} = {edge}, {file}") from None
+        hint = "correct the file; python FILE shows the same"
+        raise EdgeError(f"cannot be parsed: {error}", where=f"{key} = {edge}, {file}", next_step=hint) from None
     if not names & {function, "*", "__getattr__"}:
         near = difflib.get_close_matches(function, names) or sorted(names)
         hint = f"did you mean {', '.join(near[:5])}?" if near else "it defines nothing"
-        raise EdgeError(f"no function {function!r} in it; {hint}", where=f"{key} = {edge}, {file}")
+        what = f"no function {function!r} in it; {hint}"
+        raise EdgeError(what, where=f"{key} = {edge}, {file}", next_step="correct the name, or define the function there")
 
 
 def find_module(module: str, folder: Path) -> Path | None:

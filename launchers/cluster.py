@@ -299,7 +299,8 @@ def _free_ports(count: int) -> range:
     for first in range(FIRST_PORT, LAST_PORT - count, 40 * (1 + count // 40)):
         if all(_is_free(port) for port in range(first, first + count)):
             return range(first, first + count)
-    raise SiteError(f"no {count} free ports between {FIRST_PORT} and {LAST_PORT}", where=socket.gethostname())
+    hint = "end clusters that nobody needs: miles-submit cluster down --home FOLDER"
+    raise SiteError(f"no {count} free ports between {FIRST_PORT} and {LAST_PORT}", where=socket.gethostname(), next_step=hint)
 
 
 def _is_free(port: int) -> bool:

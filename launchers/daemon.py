@@ -55,7 +55,8 @@ class Daemon:
         """The error for a daemon that did not come up, with the end of its log."""
         lines = self.log.read_text(errors="replace").splitlines()[-12:] if self.log.exists() else []
         text = "\n".join(f"    {line}" for line in [*said.strip().splitlines()[-4:], *lines])
-        return SiteError(f"{self.name} did not start; the end of its log:\n{text}", where=str(self.log))
+        what, hint = f"{self.name} did not start; the end of its log:\n{text}", "miles-submit cluster down, then up"
+        return SiteError(what, where=str(self.log), next_step=hint)
 
     def stop(self) -> None:
         """TERM, then KILL after GRACE_SECONDS; nothing where it does not run."""

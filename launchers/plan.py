@@ -1,6 +1,6 @@
 """What a run would be: the batch arithmetic and the exact script. Writes nothing."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from miles_hpc import config as configuration
@@ -12,7 +12,7 @@ from miles_hpc.launchers.checks import check_files, check_nodes
 from miles_hpc.launchers.spec import JobSpec
 
 
-def text(file: Path, overrides: Iterable[str], *, local: bool) -> str:
+def text(file: Path, overrides: Sequence[str], *, local: bool) -> str:
     """The plan of a TOML file as text. Nothing is written and nothing of the user's is imported.
 
     Raises:

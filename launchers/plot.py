@@ -29,7 +29,9 @@ def plot(folder: Path) -> Path:
         ) from None
     past = history.read(RunPaths(folder))
     if not past.steps:
-        raise UserError("no step is complete, so there is nothing to draw", where=str(folder))
+        raise UserError(
+            "no step is complete, so there is nothing to draw", where=str(folder), next_step="miles-submit status RUN"
+        )
     figure = Figure(figsize=(9, 6.5), layout="constrained")
     top, bottom = figure.subplots(2, sharex=True, height_ratios=(3, 2))
     _rewards(top, past)

@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -26,7 +26,7 @@ from miles_hpc.paths import RunPaths
 Program = tuple[str, ...]
 
 
-def run(file: Path, overrides: Iterable[str], *, without_slurm: bool, main: Program = MAIN, prepare: Program = PREPARE) -> Path:
+def run(file: Path, overrides: Sequence[str], *, without_slurm: bool, main: Program = MAIN, prepare: Program = PREPARE) -> Path:
     """Check, make the run folder, submit; the folder.
 
     Args:

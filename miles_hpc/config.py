@@ -4,19 +4,17 @@
 one that ranks see. Unknown keys are refused with the nearest valid names. Nothing here imports torch.
 """
 
-import difflib
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 from pydantic import ValidationError, model_validator
 
+from miles_hpc import complaints
 from miles_hpc.errors import ConfigError
 from miles_hpc.sections import (
-    EDGE,
-    RUN_NAME,
     Checkpoint,
     Component,
     Data,
@@ -35,12 +33,6 @@ __all__ = ["Component", "Config", "Data", "Train", "changed", "dump", "expanded"
 
 WITHIN_GROUP = ("group_std", "group_mean", "rloo", "reinforce_pp_baseline")
 """Values of `train.advantage` that are relative to the other samples of a prompt: 0 where there are none."""
-PATTERNS = {
-    EDGE: "module:function is needed",
-    RUN_NAME: "only letters, digits, '.', '_' and '-', a letter or a digit first",
-}
-SAID = {"model_type": "this is a section, keys are set in it", "model_attributes_type": "this is a section, keys are set in it"}
-"""In place of pydantic's words."""
 
 
 class Config(Section):
@@ -138,12 +130,13 @@ def _layout_problems(c: Config) -> Iterable[str]:
     elif (ranks // tp) % ep and ranks % ep:
         yield f"slurm.train has {ranks} ranks, not divisible by train.expert_parallel = {ep}; {_divisors(ranks)} would fit"
     dp = max(1, ranks // tp)
-    unit = dp * c.train.mini_batches
-    if c.samples_per_step % unit:
+    unit, samples = dp * c.train.mini_batches, c.samples_per_step
+    if samples % unit:
+        fits = f"{_nearest(samples, unit)} samples per step" if samples % dp else f"{_divisors(samples // dp)} mini-batches"
         yield (
-            f"{c.rollout.prompts_per_step} prompts x {c.rollout.samples_per_prompt} samples = {c.samples_per_step} per step, "
-            f"not divisible by {dp} data-parallel ranks x {c.train.mini_batches} mini-batches = {unit}; "
-            f"{_nearest(c.samples_per_step, unit)} samples per step would fit"
+            f"rollout.prompts_per_step x rollout.samples_per_prompt = {c.rollout.prompts_per_step} x "
+            f"{c.rollout.samples_per_prompt} = {samples}, not divisible by {dp} data-parallel ranks of slurm.train x "
+            f"train.mini_batches = {c.train.mini_batches}; {fits} would fit"
         )
     if c.rollout.prompts_per_step < c.engines:
         yield (
@@ -230,17 +223,17 @@ def _nearest(n: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else f"{unit}"
 
 
-def load(file: Path, overrides: Iterable[str] = ()) -> Config:
+def load(file: Path, overrides: Sequence[str] = ()) -> Config:
     """A user's TOML file with `--set` overrides; file names in it become absolute.
 
     Raises:
         ConfigError: unreadable file, unknown key, wrong type, numbers that do not fit together.
     """
-    raw = _toml(file)
-    for text in overrides:
-        _override(raw, text)
+    text = _text(file)
+    raw = _toml(file, text)
+    _override_all(raw, overrides)
     _absolute(raw, file.resolve().parent)
-    return _validate(raw, str(file))
+    return _validate(raw, str(file), text, overrides)
 
 
 def read(file: Path) -> Config:
@@ -249,10 +242,11 @@ def read(file: Path) -> Config:
     Raises:
         ConfigError: missing or damaged.
     """
-    return _validate(_toml(file), str(file))
+    text = _text(file)
+    return _validate(_toml(file, text), str(file), text)
 
 
-def changed(before: Config, overrides: Iterable[str], file: Path) -> Config:
+def changed(before: Config, overrides: Sequence[str], file: Path) -> Config:
     """A resolved configuration with `--set` overrides; file names in them are relative to the run's TOML file, as at first.
 
     Args:
@@ -262,10 +256,9 @@ def changed(before: Config, overrides: Iterable[str], file: Path) -> Config:
         ConfigError: as `load`.
     """
     raw = before.model_dump(exclude_none=True)
-    for text in overrides:
-        _override(raw, text)
+    _override_all(raw, overrides)
     _absolute(raw, Path(before.run.edges_folder))
-    return _validate(raw, str(file))
+    return _validate(raw, str(file), overrides=overrides)
 
 
 def dump(config: Config) -> str:
@@ -273,18 +266,30 @@ def dump(config: Config) -> str:
     return tomli_w.dumps(config.model_dump(exclude_none=True))
 
 
-def _toml(file: Path) -> dict[str, Any]:
+def _text(file: Path) -> str:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8-sig"))  # editors of Windows put a byte order mark first
+        return file.read_text(encoding="utf-8-sig")  # editors of Windows put a byte order mark first
     except FileNotFoundError:
         hint = "name an existing TOML file, for example docs/examples/arithmetic-moe.toml"
         raise ConfigError("no such file", where=str(file), next_step=hint) from None
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=str(file)) from None
+        what = f"cannot be read: {error.strerror}"
+        raise ConfigError(what, where=str(file), next_step="name a TOML file that you may read") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"not UTF-8 (byte {error.start})", where=str(file)) from None
+        raise ConfigError(f"not UTF-8 (byte {error.start})", where=str(file), next_step="save it as UTF-8") from None
+
+
+def _toml(file: Path, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"not valid TOML: {error}", where=str(file)) from None
+        hint = "correct that line; docs/examples has files to compare with"
+        raise ConfigError(f"not valid TOML: {error}", where=str(file), next_step=hint) from None
+
+
+def _override_all(raw: dict[str, Any], overrides: Iterable[str]) -> None:
+    for text in overrides:
+        _override(raw, text)
 
 
 def _override(raw: dict[str, Any], text: str) -> None:
@@ -330,46 +335,8 @@ def expanded(name: str) -> Path:
         return Path(name)
 
 
-def _validate(raw: dict[str, Any], file: str) -> Config:
+def _validate(raw: dict[str, Any], file: str, text: str = "", overrides: Sequence[str] = ()) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        # of `Edge | Literal[""]` only the first has something to say
-        errors = [e for e in error.errors() if e.get("ctx", {}).get("expected") != "''"]
-        raise ConfigError("\n".join(_say(e) for e in errors), where=file) from None
-
-
-def _say(error: Any) -> str:
-    """One line for one pydantic error: key, what is wrong, the nearest valid names."""
-    path = [str(p) for p in error["loc"] if not str(p).startswith(("literal[", "constrained-str"))]  # of a union
-    key = ".".join(path)
-    if error["type"] == "extra_forbidden":
-        names = _names(path[:-1])
-        near = difflib.get_close_matches(path[-1], names, n=3) or names
-        return f"{key}: unknown key; did you mean {', '.join('.'.join([*path[:-1], n]) for n in near)}?"
-    if error["type"] == "missing":
-        return f"{key}: missing"
-    if error["type"] == "value_error":  # from a validator of ours, which names the keys
-        return error["msg"].removeprefix("Value error, ")
-    message = SAID.get(error["type"], error["msg"])
-    if error["type"] == "string_pattern_mismatch":
-        message = PATTERNS.get(error["ctx"]["pattern"], error["msg"])
-    got = "a section" if isinstance(error["input"], dict) else repr(error["input"])
-    return f"{key}: {message} (got {got})"
-
-
-def _names(path: list[str]) -> list[str]:
-    """Valid keys of the section at `path`."""
-    model: Any = Config
-    for part in path:
-        if not part.isdigit():  # an index into a list of sections
-            model = next(_sections(model.model_fields[part].annotation))
-    return list(model.model_fields)
-
-
-def _sections(annotation: Any) -> Iterator[type[Section]]:
-    """The sections within an annotation such as `list[Filter]` or `WarmStart | None`."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        yield annotation
-    for argument in getattr(annotation, "__args__", ()):
-        yield from _sections(argument)
+        raise complaints.of(error, Config, file, text, overrides) from None

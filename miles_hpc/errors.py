@@ -31,15 +31,16 @@ class MilesError(Exception):
     Args:
         what: one sentence.
         where: rank, node, file or key concerned.
-        next_step: what to type or change next.
+        next_step: what to type or change next; by default the `remedy` of its kind.
     """
 
     kind = "bug"
     exit_code = 1
+    remedy = ""
 
     def __init__(self, what: str, *, where: str = "", next_step: str = "") -> None:
         super().__init__(what)
-        self.what, self.where, self.next_step = what, where, next_step
+        self.what, self.where, self.next_step = what, where, next_step or self.remedy
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -67,13 +68,19 @@ class UserError(MilesError):
 class ConfigError(UserError):
     """A key, a value, or numbers that do not fit together."""
 
+    remedy = "correct the key there"
+
 
 class DataError(UserError):
     """A prompt file, a column, a prompt."""
 
+    remedy = "correct the data there, or name others with data.prompts and data.eval"
+
 
 class ModelError(UserError):
     """A checkpoint folder, an architecture, a checkpoint of another model."""
+
+    remedy = "repair the model folder, or name another with model.path"
 
 
 class ResumeError(UserError):
@@ -82,6 +89,8 @@ class ResumeError(UserError):
 
 class EdgeError(UserError):
     """A user's function: not importable, wrong signature, wrong return value."""
+
+    remedy = "correct the function there"
 
 
 class SiteError(MilesError):

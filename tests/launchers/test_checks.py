@@ -36,8 +36,9 @@ def test_good_files_pass_without_importing_user_code(toml):
 )
 def test_what_is_missing_is_named(toml, override, error, said):
     (toml.parent / "empty.jsonl").touch()
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=said) as raised:
         checks.check_files(load(toml, override))
+    assert raised.value.where and raised.value.next_step
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,44 @@ def test_wrong_type_or_value_names_the_key(file, override, key):
     assert key in message and str(file) in message
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ('name = "sums", steps = 4', 'name = "sums", stpes = 4', 2),
+        ("lr = 1e-6", "lrr = 1e-6", 6),
+        ("train = { lr = 1e-6 }", "[train]\n# lr = 1\nlr = 'fast'", 8),
+        ("train = { lr = 1e-6 }", "train.lr = 1e-6\n[trian]\nlr = 1", 7),
+        ("train = { lr = 1e-6 }", "[train]\nlr = 1e-6\nmini_batches = 3", 5),  # the first key that the message names
+        ("train = { lr = 1e-6 }", "train.lr = 1e-6\n[slurm.train]\nnodes = 1\ngpus = 1", 9),
+    ],
+)
+def test_the_line_that_is_to_blame(file, old, new, line):
+    file.write_text(MINIMAL.replace(old, new), encoding="utf-8")
+    said = refused(file)
+    assert f"where: {file}, line {line}\n" in said and "  next:  " in said
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.stpes=3",
+        "run.steps=many",
+        "trian.lr=1",
+        "train.mini_batches=3",
+        "slurm.train.nodes=3",
+        "rollout.samples_per_prompt=1",
+    ],
+)
+def test_the_command_line_is_to_blame(file, override):
+    said = refused(file, "train.beta1=0.5", override)
+    assert f"where: --set {override}, on top of {file}\n" in said and "  next:  " in said
+
+
+def test_each_complaint_has_its_place(file):
+    file.write_text(MINIMAL.replace("lr = 1e-6", "lrr = 1e-6"), encoding="utf-8")
+    assert f"where: --set run.steps=many, on top of {file}; {file}, line 6\n" in refused(file, "run.steps=many")
+
+
 COLOCATE = "run.placement=colocate slurm.train.ranks_per_node=4"
 FLOATS = [
     f"{section}.{key}"
@@ -118,8 +156,8 @@ def test_neither_path_nor_source(file):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ("train.mini_batches=3", "8 prompts x 4 samples = 32 per step, not divisible by 1 data-parallel ranks"),
-        ("train.mini_batches=3", "x 3 mini-batches = 3; 30 or 33 samples per step would fit"),
+        ("train.mini_batches=3", "8 x 4 = 32, not divisible by 1 data-parallel ranks of slurm.train"),
+        ("train.mini_batches=3", "train.mini_batches = 3; 1, 2, 4, 8, 16, 32 mini-batches would fit"),
         ("slurm.train.ranks_per_node=3 train.tensor_parallel=2", "3 ranks, not divisible by train.tensor_parallel = 2; 1, 3"),
         ("slurm.train.ranks_per_node=4 train.expert_parallel=3", "train.expert_parallel = 3; 1, 2, 4 would fit"),
         ("slurm.rollout.nodes=9", "leaves some of 9 engines idle; use at least 9 prompts"),

@@ -1,10 +1,14 @@
 """The error tree: messages, exit codes, and that errors survive a trip between processes."""
 
+import ast
 import pickle
+from pathlib import Path
 
 import pytest
 
 from miles_hpc import errors
+
+ROOT = Path(__file__).parents[2]
 
 
 def tree(cls=errors.MilesError):
@@ -38,3 +42,15 @@ def test_exit_codes():
 def test_kinds_are_verdicts():
     kinds = {"done", "preempted", "time_limit", "node_failure", "rank_died", "out_of_memory", "hang", "diverged"}
     assert {cls.kind for cls in tree()} <= kinds | {"user_error", "bug"}
+
+
+WHOLE = [file for folder in ("miles_hpc", "launchers") for file in sorted((ROOT / folder).rglob("*.py"))]
+MINE = {cls.__name__: cls for cls in (*tree(errors.UserError), errors.SiteError)}
+
+
+@pytest.mark.parametrize("file", WHOLE, ids=lambda file: file.stem)
+def test_whoever_can_mend_something_is_told_how(file):
+    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    raised = [(call, MINE[call.func.id]) for call in calls if isinstance(call.func, ast.Name) and call.func.id in MINE]
+    without = [call.lineno for call, cls in raised if not cls.remedy and "next_step" not in {k.arg for k in call.keywords}]
+    assert without == []
