@@ -40,11 +40,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="miles-submit", description="RL post-training as one native Slurm job.")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    parser.add_argument("--version", action="store_true", help="print the version")
+    commands = _commands(parser, "command")
     _add_submitting(commands)
     _add_looking(commands)
     _add_cluster(commands)
     return parser
+
+
+def _commands(parser: argparse.ArgumentParser, noun: str):
+    """The parser's commands; without one it answers with the list of them."""
+
+    def alone(options: argparse.Namespace) -> int:
+        if options.version:
+            return _version()
+        parser.print_help()
+        return UserError.exit_code
+
+    parser.set_defaults(handler=alone, version=False)
+    return parser.add_subparsers(title=f"{noun}s", metavar=noun.upper())
+
+
+def _version() -> int:
+    from importlib.metadata import version
+
+    print(f"miles-submit {version('miles-hpc')}")
+    return 0
 
 
 def _command(commands, name: str, handler: Handler, text: str, run: bool = False) -> argparse.ArgumentParser:
@@ -98,8 +119,9 @@ def _add_looking(commands) -> None:
 
 
 def _add_cluster(commands) -> None:
-    cluster = commands.add_parser("cluster", help="a private Slurm of virtual nodes on this machine")
-    actions = cluster.add_subparsers(title="actions", required=True, metavar="ACTION")
+    text = "a private Slurm of virtual nodes on this machine"
+    cluster = commands.add_parser("cluster", help=text, description=f"{text[0].upper()}{text[1:]}.")
+    actions = _commands(cluster, "action")
     up = _command(actions, "up", _cluster_up, "start it (downloads Debian's Slurm at the first time)")
     down = _command(actions, "down", _cluster_down, "cancel its jobs and stop it")
     status = _command(actions, "status", _cluster_status, "daemons, nodes and jobs")

@@ -4,6 +4,8 @@ import shlex
 import subprocess
 import sys
 import time
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -106,6 +108,18 @@ def test_cluster_status_and_env_of_none(capsys, tmp_path):
     assert run(capsys, "cluster", "status", "--home", str(tmp_path))[:2] == (0, f"no cluster runs in {tmp_path}\n")
     assert run(capsys, "cluster", "env", "--home", str(tmp_path))[0] == 3
     assert run(capsys, "cluster", "down", "--home", str(tmp_path))[0] == 0
+
+
+@pytest.mark.parametrize(("arguments", "name"), [([], "resume"), (["cluster"], "down")])
+def test_without_a_command_they_are_listed(capsys, arguments, name):
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (2, "") and re.search(rf"^\s+{name}\s", out, flags=re.MULTILINE)
+    assert out.startswith("usage: ") and re.search(r"\n\n[A-Z].*\.\n\n", out), "a sentence says what it is"
+
+
+def test_version(capsys):
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert run(capsys, "--version") == (0, f"miles-submit {project['version']}\n", "")
 
 
 def test_help_names_every_command():
