@@ -1,9 +1,10 @@
-"""deaths.py ROLE SIZE FOLDER [SEED | patient]: weights from training ranks to engines, and answers from engines that have them.
+"""deaths.py ROLE SIZE FOLDER [SEED] [patient] [hasty]: weights from trainers to engines, answers from engines that have them.
 
 The program of the engine is replaced by `engine.py`; host, restarts, flights, receiver and sender are the real ones. Version v
 is the checkpoint plus v + 1, so that an engine that answers with what it was started with is found out. With SEED every
 message, and everything that an engine does, comes late by chance. A patient rank repairs its engine only once the others have
-answered all that it asked them for; else whoever is faster decides how much they help.
+answered all that it asked them for; else whoever is faster decides how much they help. Hasty ranks give up soon what hangs: all
+of them, or of patient ones the last; others leave any engine a minute, be the machine as busy as it likes.
 """
 
 import json
@@ -31,7 +32,8 @@ from miles_hpc.rollout.restarts import DEATH, Restarts
 from miles_hpc.sync import Sender
 from miles_hpc.world import World, connect
 
-VERSIONS, REQUESTS, ANSWERS, SECONDS = 4, 6, 99, 60.0
+VERSIONS, REQUESTS, ANSWERS, SECONDS = 4, 6, 99, 100.0
+HASTE_SECONDS = 2.0
 DELAY_SECONDS = 0.05
 
 
@@ -65,9 +67,9 @@ class Engine(EngineHost):
     program = (str(Path(__file__).with_name("engine.py")),)
 
 
-def train(world: World, folder: Path, heartbeat: Heartbeat) -> None:
+def train(world: World, folder: Path, heartbeat: Heartbeat, haste: bool) -> None:
     trainer = Trainer(folder)
-    sender = Sender(world, trainer, folder, heartbeat, SECONDS, 5.0)
+    sender = Sender(world, trainer, folder, heartbeat, SECONDS, 5.0 if haste else SECONDS)
     steps = []
     for trainer.version in range(VERSIONS):
         report = sender.send(trainer.version)
@@ -80,9 +82,9 @@ def train(world: World, folder: Path, heartbeat: Heartbeat) -> None:
         (folder / "told").write_text(json.dumps({"steps": steps, "deaths": deaths, "rounds": sender.round.number}))
 
 
-def rollout(world: World, folder: Path, heartbeat: Heartbeat, patience: bool) -> None:
+def rollout(world: World, folder: Path, heartbeat: Heartbeat, patience: bool, haste: bool) -> None:
     os.environ["RANK"] = str(world.rank)
-    engine = Engine(config(folder), folder, folder / f"engine-{world.rank}.log", heartbeat.beat)
+    engine = Engine(config(folder, 30.0 if haste else SECONDS), folder, folder / f"engine-{world.rank}.log", heartbeat.beat)
     restarts = Restarts(engine, world, heartbeat, SECONDS, "look")
     engine.start()
     restarts.ready()
@@ -136,28 +138,29 @@ def wait_for_help(world: World, help: Help) -> None:
     help.ask, world.take = ask_and_wait, take_what_came
 
 
-def config(folder: Path) -> Config:
+def config(folder: Path, seconds: float) -> Config:
     sections = {"run": {"name": "t", "steps": 1}, "model": {"path": str(folder)}, "data": {"prompts": "a:b"}}
-    rollout = {"prompts_per_step": 1, "samples_per_prompt": 2, "max_new_tokens": 4, "reward": "a:b", "timeout_seconds": 30.0}
+    rollout = {"prompts_per_step": 1, "samples_per_prompt": 2, "max_new_tokens": 4, "reward": "a:b", "timeout_seconds": seconds}
     return Config.model_validate(sections | {"train": {"lr": 0.1}, "rollout": rollout})
 
 
 def main() -> None:
     role, size, where, *how = sys.argv[1:]
     folder = Path(where)
-    pace.LEAST_SECONDS = receiver.GRACE_SECONDS = 2.0
     world = connect(role, int(size), lambda: None)
-    patience = how == ["patient"]
-    if how and not patience:
+    patience = "patient" in how
+    haste = "hasty" in how and (not patience or world.rank == world.rollout[-1])
+    pace.LEAST_SECONDS = receiver.GRACE_SECONDS = HASTE_SECONDS if haste else SECONDS
+    if how and how[0].isdigit():
         delay(world, how[0])
     heartbeat = Heartbeat(folder / f"beat-{world.rank}.json", role, world.rank, 1)
     try:
         if role == "train":
             store = dist.FileStore(f"{folder}/group")
             dist.init_process_group("gloo", store=store, rank=world.role_rank, world_size=world.role_size)
-            train(world, folder, heartbeat)
+            train(world, folder, heartbeat, haste)
         else:
-            rollout(world, folder, heartbeat, patience)
+            rollout(world, folder, heartbeat, patience, haste)
     except MilesError as error:
         Path(folder, f"refused-{role}").write_text(str(error))  # what is printed just before an abort may be lost
         world.abort(1)

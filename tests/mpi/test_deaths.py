@@ -61,16 +61,20 @@ def test_without_a_fault_every_version_reaches_every_engine(mpi, model, seed):
 def test_an_engine_that_dies_or_hangs_starts_again_with_the_newest_weights(mpi, model, fault, given_up):
     (model / "fault-3").write_text(fault)
     helps = fault.startswith("answer 9")
-    how = ["1"] if given_up is None else ["patient"] if helps else []
+    hangs = "SIGSTOP" in fault or fault.startswith("init")  # whose peer dies in the rendezvous stays there
+    how = ["1"] * (given_up is None) + ["patient"] * helps + ["hasty"] * hangs
     done = mpi("deaths", *how, train=2, rollout=2)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not (model / "fault-3").exists()
     assert answered_by_every_version(model, [2, 3])
-    assert [death["rank"] for death in told(model)["deaths"] if death["rank"] == 3] == [3]
-    helped = [a for step in told(model)["steps"] for a in step["answers"] if a[0] == 3 and a[3] == 2]
-    if given_up is not None:
-        assert len(helped) == (4 if helps else 0)  # by the engine with nothing to do
-        assert sum(step["given_up"] for step in told(model)["steps"]) == given_up
+    deaths = [death["rank"] for death in told(model)["deaths"]].count(3)
+    helped = [a[3] for step in told(model)["steps"] for a in step["answers"] if a[0] == 3].count(2)
+    found = (deaths, sum(step["given_up"] for step in told(model)["steps"]), helped)
+    wanted = (1, *found[1:]) if given_up is None else (1, given_up, 4 * helps)
+    if hangs:  # hasty ranks may give up more, that was only slow
+        assert all(a >= b for a, b in zip(found, wanted, strict=True))
+    else:
+        assert found == wanted  # help comes from the engine with nothing to do
 
 
 @pytest.mark.parametrize(
@@ -79,7 +83,7 @@ def test_an_engine_that_dies_or_hangs_starts_again_with_the_newest_weights(mpi, 
 def test_an_engine_that_lives_and_always_refuses_ends_the_attempt(mpi, model, name):
     """Such as two ranks on one GPU, which NCCL does not take: rounds without end would only fill its memory."""
     (model / "fault-3").write_text(f"{name} refused")
-    done = mpi("deaths", train=2, rollout=2)
+    done = mpi("deaths", *["hasty"] * name.startswith("init"), train=2, rollout=2)
     assert done.returncode != 0
     said = (model / "refused-train").read_text()
     assert said.startswith("3 rounds in a row did not bring the weights to engines that live; the last: rollout rank 3")
