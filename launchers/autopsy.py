@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 import time
 from typing import Any
 
@@ -27,12 +26,12 @@ def close(paths: RunPaths, attempt: int, seen: Evidence) -> None:
         if paths.verdict(attempt).exists():
             _put_aside(paths, attempt, "unreadable")
         judged = evidence.judge(seen)
-        verdicts.write(paths, attempt, **{**judged.fields(), "next": _next_step(paths, judged)})
+        verdicts.write(paths, attempt, **{**judged.fields(), "next": _next_step(paths, attempt, judged)})
     else:
         verdict.amend(paths, attempt, **evidence.refine(found, seen))
     # those of a rank that hung are in its verdict: as the watcher saw them, not as they were when Slurm had woken it
     last_words = verdict.fields(paths, attempt).get("heartbeats") or evidence.last_words(paths.folder, attempt)
-    verdict.amend(paths, attempt, heartbeats=last_words, bad_nodes=list(seen.bad_nodes))
+    verdict.amend(paths, attempt, heartbeats=last_words, bad_nodes=list(seen.bad_nodes), job_state=seen.job_state)
 
 
 def close_last(paths: RunPaths, job_state: str = "") -> None:
@@ -98,9 +97,10 @@ def _put_aside(paths: RunPaths, attempt: int, why: str) -> None:
     file.rename(file.with_suffix(f".{why}.json"))
 
 
-def _next_step(paths: RunPaths, judged: Verdict) -> str:
-    """The command that shows more."""
-    logs = f"miles-submit logs {shlex.quote(str(paths.folder))}"
-    if judged.role:
-        return f"{logs} --role {judged.role} --rank {judged.rank}"
-    return f"{logs} --role job"
+def _next_step(paths: RunPaths, attempt: int, judged: Verdict) -> str:
+    """The command that shows more: the rank's log, its engine's, or the batch script's, the first that is not empty."""
+    for role in (judged.role, "engine") if judged.role else ():
+        log = paths.log(attempt, role, judged.rank)
+        if log.exists() and log.stat().st_size:
+            return verdicts.logs(paths.folder, role, judged.rank, attempt)
+    return verdicts.logs(paths.folder, "job")

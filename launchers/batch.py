@@ -7,6 +7,7 @@ is into the run's job.log.
 
 import json
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -63,7 +64,8 @@ def setup_failed(run: Path, code: int, line: str) -> None:
     number = _open(paths, ())
     what = f"a line of the setup ended with code {code}: {line.strip()}"
     where = "slurm.setup of the run, or setup of its site profile"
-    hint = f"mend the line in {paths.config}, then miles-submit resume {run}; what it said: miles-submit logs {run} --role job"
+    again = f"miles-submit resume {shlex.quote(str(run))}"
+    hint = f"mend the line in {paths.config}, then {again}; what it said: {verdicts.logs(run, 'job')}"
     verdicts.write(paths, number, kind="user_error", phase="setup", error=what, where=where, next=hint, action="stop")
     _say(paths, number, "stop")
 

@@ -1,10 +1,12 @@
 """`miles-submit logs`: one rank's log, or the batch script's."""
 
+import shlex
 import sys
 import time
 from pathlib import Path
 
 from miles_hpc import config as configuration
+from miles_hpc import verdicts
 from miles_hpc.errors import UserError
 from miles_hpc.launchers.state import Follower
 from miles_hpc.paths import RunPaths
@@ -21,7 +23,8 @@ def show(folder: Path, role: str | None, rank: int | None, attempt: int | None, 
     file = locate(folder, role, rank, attempt)
     if not follow:
         if not file.exists():
-            hint = f"miles-submit status {folder}; what the batch script said: miles-submit logs {folder} --role job"
+            status = f"miles-submit status {shlex.quote(str(folder))}"
+            hint = f"{status}; what the batch script said: {verdicts.logs(folder, 'job')}"
             raise UserError("no such log", where=str(file), next_step=hint)
         sys.stdout.write(file.read_text(encoding="utf-8", errors="replace"))
         return 0

@@ -5,6 +5,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from miles_hpc import logline
 from miles_hpc.launchers import history
 from miles_hpc.paths import RunPaths
 
@@ -16,10 +17,8 @@ class Progress:
     done: int
     """Steps that are complete."""
     steps: int
-    reward: float | None
-    """Mean reward of the newest step."""
-    refused: int
-    """Groups of the newest step that a filter refused."""
+    metrics: dict[str, float]
+    """Of the newest step."""
     restarts: int
     """Engines started again, over all steps."""
     micro_batch_tokens: int
@@ -30,17 +29,12 @@ class Progress:
     """By the median of the last ten steps."""
 
     def line(self) -> str:
-        """`step 12/40  reward 0.41  rollout 1.2 s  train 0.8 s  ETA 1 h 55 min`."""
-        parts = [f"step {self.done}/{self.steps}"]
-        if self.reward is not None:
-            parts.append(f"reward {self.reward:.3f}")
-        if self.refused:
-            parts.append(f"refused {self.refused}")
+        """`12/40 steps done  reward 0.410  rollout 1.2 s  train 0.8 s  ETA 1 h 55 min`."""
+        parts = [logline.of_step(self.done, self.steps, self.metrics, self.phase_seconds)]
         if self.restarts:
             parts.append(f"engine restarts {self.restarts}")
         if self.micro_batch_tokens:
             parts.append(f"out of memory: micro-batches of {self.micro_batch_tokens} tokens")
-        parts += [f"{name} {seconds:.1f} s" for name, seconds in self.phase_seconds.items() if seconds >= 0.05]
         if self.seconds_left is not None and self.done < self.steps:
             parts.append(f"ETA {duration(self.seconds_left)}")
         return "  ".join(parts)
@@ -54,8 +48,7 @@ def progress_of(folder: Path, steps: int) -> Progress:
     return Progress(
         done=len(done),
         steps=steps,
-        reward=last.get("metrics", {}).get("reward/mean"),
-        refused=int(last.get("metrics", {}).get("groups/refused", 0)),
+        metrics=last.get("metrics", {}),
         restarts=sum(e.get("event") == "engine_restart" for e in past.events),
         micro_batch_tokens=min((e["tokens"] for e in past.events if e.get("event") == "micro_batch_tokens"), default=0),
         phase_seconds=last.get("phase_seconds", {}),

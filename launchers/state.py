@@ -20,7 +20,8 @@ class RunState:
     """One look at a run."""
 
     word: str
-    """not submitted, pending, running, requeued, done, cancelled, failed or a kind of verdict."""
+    """not submitted, pending, running, ending (the job, after its last attempt), requeued, done, cancelled, failed or a kind of
+    verdict."""
     ended: bool
     job: dict[str, Any]
     """job.json"""
@@ -77,11 +78,13 @@ def _ask(folder: Path, job: dict[str, Any], patience: float) -> JobState:
 
 
 def _word(slurm: JobState, newest: Verdict | None, ended: bool) -> str:
+    if not ended and slurm.state == "NO_ANSWER":
+        return "unknown (Slurm does not answer)"
     if not ended:
-        return "unknown (Slurm does not answer)" if slurm.state == "NO_ANSWER" else slurm.state.lower()
+        return "ending" if slurm.state == "RUNNING" and newest and newest.last else slurm.state.lower()
     if slurm.state == "CANCELLED":
         return "cancelled"
-    return newest.kind if newest else slurm.state.lower()
+    return newest.word if newest else slurm.state.lower()
 
 
 class Follower:

@@ -70,10 +70,12 @@ def _disk(paths: RunPaths) -> str:
 
 def _next(folder: Path, now: RunState) -> Iterator[str]:
     name = shlex.quote(str(folder))
-    if not now.ended:
-        yield f"miles-submit logs {name} -f"
-    elif now.word == "done":
+    if now.verdict and now.verdict.kind == "done":
         yield f"miles-submit report {name}"
+    elif now.word == "ending":
+        yield (now.verdict and now.verdict.next) or f"miles-submit why {name}"
+    elif not now.ended:
+        yield f"miles-submit logs {name} -f"
     elif now.job["scheduler"]:
         if now.verdict and now.verdict.next:
             yield now.verdict.next

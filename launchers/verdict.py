@@ -74,7 +74,19 @@ class Verdict:
     """Nodes that failed, where that is more than the node of one rank."""
     action: str = ""
     """What followed: done, restart, requeue or stop."""
+    job_state: str = ""
+    """What Slurm made of the job, CANCELLED also where a run without Slurm got TERM."""
     traceback: str = field(default="", repr=False)
+
+    @property
+    def word(self) -> str:
+        """The kind, in the words of somebody who may have asked for it."""
+        return "cancelled" if (self.kind, self.job_state) == ("preempted", "CANCELLED") else self.kind
+
+    @property
+    def last(self) -> bool:
+        """True if no other attempt follows in this allocation; the job is about to end."""
+        return self.kind in STOP | {"done"} or self.action in ("requeue", "stop")
 
     def fields(self) -> dict[str, Any]:
         """What to write, without what is not known."""
@@ -159,13 +171,13 @@ def newest(paths: RunPaths) -> Verdict | None:
 
 def sentence(found: Verdict) -> str:
     """One line: kind, who, where, doing what."""
-    who = f"{found.role} rank {found.rank}" if found.role else f"rank {found.rank}" if found.rank >= 0 else ""
+    who = f"{found.role} rank {found.rank}".strip() if found.rank >= 0 else found.role
     place = f"on {found.node or found.host}" if found.node or found.host else ""
     doing = " ".join(
         part for part in (found.phase and f"in {found.phase}", f"at step {found.step}" if found.step >= 0 else "") if part
     )
     facts = ", ".join(part for part in (" ".join(p for p in (who, place) if p), doing) if part)
-    return f"{found.kind}{f' ({facts})' if facts else ''}{f': {found.error}' if found.error else ''}"
+    return f"{found.word}{f' ({facts})' if facts else ''}{f': {found.error}' if found.error else ''}"
 
 
 def resume(folder: Path, found: Verdict | None) -> str:

@@ -43,7 +43,7 @@ def text(paths: RunPaths, number: int, found: Verdict, values: dict[str, Any]) -
     """One attempt's verdict: a row per fact, a row per rank, the command, the traceback."""
     rows = [f"{name:8} {value}" for name, value in _rows(paths, number, found, values) if value]
     trace = [f"\n{found.traceback.rstrip()}"] if found.traceback else []
-    return "\n".join([f"attempt {number} of {paths.folder}: {found.kind}", *rows, *trace])
+    return "\n".join([f"attempt {number} of {paths.folder}: {found.word}", *rows, *trace])
 
 
 def _rows(paths: RunPaths, number: int, found: Verdict, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -58,7 +58,7 @@ def _rows(paths: RunPaths, number: int, found: Verdict, values: dict[str, Any]) 
     for beat in beats:
         yield "rank", _rank(beat, found)
     for file in sorted(paths.attempt(number).glob("stacks/*")):
-        yield "stacks", str(file)
+        yield "stacks", str(file) if file.stat().st_size else ""
     without = f", without {', '.join(values['avoided'])}" if values.get("avoided") else ""
     yield "then", FOLLOWS.get(found.action, "") + without
     yield "next", found.next

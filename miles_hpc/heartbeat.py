@@ -25,12 +25,13 @@ class Heartbeat:
     def __init__(self, file: Path, role: str, rank: int, attempt: int) -> None:
         self.file, self.role, self.rank = file, role, rank
         self.phase, self.step, self.progress = "start", -1, 0
+        self.node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         self._who = {
             "role": role,
             "rank": rank,
             "attempt": attempt,
             "host": socket.gethostname(),
-            "node": os.environ.get("SLURMD_NODENAME", socket.gethostname()),
+            "node": self.node,
             "pid": os.getpid(),
         }
         self._beats, self._next, self._lock = 0, 0.0, threading.Lock()

@@ -13,7 +13,7 @@ import traceback
 from pathlib import Path
 
 from miles_hpc import config as configuration
-from miles_hpc import loop, signals, verdicts
+from miles_hpc import logline, loop, signals, verdicts
 from miles_hpc.config import Config
 from miles_hpc.errors import Stopped, UserError
 from miles_hpc.heartbeat import Heartbeat
@@ -71,7 +71,9 @@ def _run(told: argparse.Namespace, config: Config, paths: RunPaths, heartbeat: H
     """Build this rank's role and run it; `world` receives the world as soon as there is one."""
     from miles_hpc import versions
 
-    versions.check()
+    found = ", ".join(f"{name} {version}" for name, version in versions.check().items())
+    place = f"{told.role} rank {heartbeat.rank} of {told.world_size} on {heartbeat.node}"
+    logline.say(f"{place}, attempt {told.attempt}: {found}")
     if told.role == "train":
         from miles_hpc.train.build import build as build_trainer
 
@@ -93,6 +95,7 @@ def _run(told: argparse.Namespace, config: Config, paths: RunPaths, heartbeat: H
     if kind != "done" and heartbeat.rank == 0:  # the rest may take longer than Slurm waits
         _conclude(kind, paths, told.attempt, heartbeat)
     heartbeat.enter("end")
+    logline.say(f"end: {kind}")
     world[0].end(config.patience_seconds)
     return kind
 
@@ -107,7 +110,8 @@ def _fail(error: BaseException, paths: RunPaths, attempt: int, heartbeat: Heartb
         print(f"error: {error}", file=sys.stderr)
     else:
         traceback.print_exception(error)
-    fields = heartbeat.state() | verdicts.of_error(error, paths.folder)
+    logs = verdicts.logs(paths.folder, heartbeat.role, heartbeat.rank, attempt)
+    fields = heartbeat.state() | verdicts.of_error(error, logs)
     if signals.noted() == signal.SIGTERM and fields["kind"] in ("rank_died", "peer_lost", "bug", "hang"):
         # Slurm ends every process of the step, the engine's too: what broke then broke because of that.
         fields["kind"] = "preempted"

@@ -35,7 +35,8 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         place = {"role": "prepare", "host": socket.gethostname(), "phase": "prepare"}
         code = error.exit_code if isinstance(error, UserError) else 1
-        verdicts.write(paths, arguments.attempt, **(verdicts.of_error(error, paths.folder) | place | {"exit_code": code}))
+        fields = verdicts.of_error(error, verdicts.logs(paths.folder, "job"))  # no rank has a log yet
+        verdicts.write(paths, arguments.attempt, **(fields | place | {"exit_code": code}))
         if not isinstance(error, UserError):
             raise
         print(f"error: {error}", file=sys.stderr)

@@ -64,9 +64,18 @@ def kind_of(paths: RunPaths, attempt: int) -> str:
         return ""
 
 
-def of_error(error: BaseException, run: Path) -> dict[str, Any]:
-    """Fields of a verdict for an exception: kind, error, where, next and, unless it is the user's, the traceback."""
-    logs = f"miles-submit logs {shlex.quote(str(run))}"
+def logs(run: Path, role: str, rank: int = -1, attempt: int = 0) -> str:
+    """The command that prints the log of a rank in one attempt, or with the role `job` that of the batch script."""
+    which = f" --rank {rank} --attempt {attempt}" if role != "job" else ""
+    return f"miles-submit logs {shlex.quote(str(run))} --role {role}{which}"
+
+
+def of_error(error: BaseException, logs: str) -> dict[str, Any]:
+    """Fields of a verdict for an exception: kind, error, where, next and, unless it is the user's, the traceback.
+
+    Args:
+        logs: the command to type next where the error itself names nothing.
+    """
     if isinstance(error, MilesError):
         fields: dict[str, Any] = {"kind": _kind(error), "error": error.what, "where": error.where}
         fields["next"] = error.next_step or logs

@@ -8,7 +8,6 @@ what hangs. The launcher kills the rest, which also ends a process that is stopp
 import faulthandler
 import json
 import os
-import shlex
 import threading
 import time
 from collections.abc import Mapping
@@ -110,7 +109,7 @@ class Watchdog:
         beats = self._beats()
         beat = beats.get(first.rank, {})
         fields = {"rank": first.rank, "role": first.role, "phase": first.phase, "step": first.step, **beat}
-        run = shlex.quote(str(self.paths.folder))
+        logs = verdicts.logs(self.paths.folder, first.role, first.rank, self.attempt)
         verdicts.write(
             self.paths,
             self.attempt,
@@ -120,8 +119,7 @@ class Watchdog:
             where=beat.get("at", ""),
             found_by=self.heartbeat.rank,
             heartbeats=list(beats.values()),  # now: Slurm wakes a stopped process before it ends it
-            next=f"miles-submit logs {run} --role {first.role} --rank {first.rank}; stacks of all ranks are in "
-            f"{self.paths.stacks(self.attempt, '', 0).parent}",
+            next=f"{logs}; stacks of all ranks are in {self.paths.stacks(self.attempt, '', 0).parent}",
         )
 
     def _obey(self) -> None:

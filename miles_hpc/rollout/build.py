@@ -1,8 +1,6 @@
 """Puts a rollout rank together: engine, prompts, reward, weight receiver."""
 
-import shlex
-
-from miles_hpc import data, signals
+from miles_hpc import data, logline, signals, verdicts
 from miles_hpc.attach import attach
 from miles_hpc.config import Config
 from miles_hpc.device import backend
@@ -39,6 +37,7 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
         DataError, EdgeError: prompts or reward. EngineError, EngineDied: the engine did not start.
     """
     heartbeat.enter("build")
+    logline.say(f"MPI world of {len(world.hosts)} ranks is complete; reading prompts, the engine starts meanwhile")
     seconds = config.patience_seconds
     tokenizer = data.tokenizer_of(paths.model_of(config))
     prompts = data.load(config, "train", tokenizer)
@@ -47,9 +46,10 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
     talk = attach(config, "rollout.generate", rollout.generate) if rollout.generate else None
     whole = attach(config, "rollout.function", rollout.function) if rollout.function else None
     heartbeat.enter("engine start")
-    logs = f"miles-submit logs {shlex.quote(str(paths.folder))} --role engine --rank {world.rank}"
+    logs = verdicts.logs(paths.folder, "engine", world.rank, attempt)
     restarts = Restarts(engine, world, heartbeat, seconds, logs)
     restarts.ready()
+    logline.say(f"engine ready; what it says: {paths.log(attempt, 'engine', world.rank).name}")
     generator = Generator(config, engine, prompts, reward, held_out, judge, talk, whole)
     receiver = _receiver(config, paths, world, engine, restarts, heartbeat)
     world.poll = engine.poll_hook = Stop(world, config.slurm.warning_seconds).poll

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import dropwhile
 from pathlib import Path
 
-from miles_hpc import evaluation, metrics
+from miles_hpc import evaluation, logline, metrics
 from miles_hpc.config import Config
 from miles_hpc.data import Prompts
 from miles_hpc.errors import DeadlineExceeded, EngineDied, SampleError, Stopped
@@ -52,6 +52,7 @@ class RolloutRole:
         self.backlog = self.world.share(found, self.seconds, "the shards of an earlier attempt")
         if self.world.leads:
             self.board = metrics.Board(self.paths.tensorboard("rollout"), step)
+        logline.say(f"begin at step {step}" + (f"; on disk is some of steps {[*self.backlog]}" if self.backlog else ""))
         return step
 
     def receive(self, version: int) -> None:
@@ -74,12 +75,14 @@ class RolloutRole:
             for shard in old:
                 self.outbox.announce(shard)
         mine = missing[self.world.role_rank :: self.world.role_size]
+        written = 0
         with self.clock("rollout", step):
             prompt_ids, spare = [place[0] for place in mine], {place[0]: place[1:] for place in mine}
             begun = drafts.on_disk(self.paths, step) if self._continues else {}
             try:
                 for samples in self.generator.groups(step, prompt_ids, self.receiver.version, spare, begun):
                     self.outbox.put(step, samples)
+                    written += len(samples)
             except Stopped:
                 self._keep(step)
                 raise
@@ -88,7 +91,7 @@ class RolloutRole:
         seconds = {"rollout": timing.generate_seconds, "reward": timing.reward_seconds, "swap": swap}
         first = self.generator.reward_errors[dropped[0]] if dropped else ""
         self.outbox.announce(Finished(step, seconds, timing.generated_tokens, dropped, first))
-        self._report(step)
+        self._report(step, written)
 
     @property
     def _continues(self) -> bool:
@@ -116,6 +119,7 @@ class RolloutRole:
             started = time.monotonic()
             share = self.generator.evaluate(self.world.role_rank, self.world.role_size)
         score = evaluation.Score(version, share.reward_sum, share.prompts, time.monotonic() - started)
+        logline.say(f"evaluation of weights {version}: prompts {score.prompts}, {score.seconds:.1f} s")
         evaluation.send(self.world, score, self.seconds)
 
     def _recover(self, error: EngineDied | DeadlineExceeded, requests: Mapping[int, Request]) -> dict[int, Output]:
@@ -127,15 +131,17 @@ class RolloutRole:
         self.generator.version = self.receiver.version
         return answers
 
-    def _report(self, step: int) -> None:
-        """What this engine saw, by the first rollout rank."""
+    def _report(self, step: int, written: int) -> None:
+        """What this engine saw: in the rank's log, and by the first rollout rank in TensorBoard."""
         for prompt_id, error in self.generator.reward_errors.items():
             print(f"group of prompt {prompt_id} dropped: {error}", flush=True)
+        timing = self.generator.timing
+        speed = timing.generated_tokens / max(timing.generate_seconds, 1e-9)
+        logline.say(f"step {step}: samples {written}, {timing.generate_seconds:.1f} s, {speed:.0f} tokens/s")
         if not self.board:
             return
-        timing = self.generator.timing
         figures = {
-            "engine/tokens_per_s": timing.generated_tokens / max(timing.generate_seconds, 1e-9),
+            "engine/tokens_per_s": speed,
             "engine/generate_seconds": timing.generate_seconds,
             "engine/reward_seconds": timing.reward_seconds,
             "engine/reward_work_seconds": timing.reward_work_seconds,

@@ -4,6 +4,7 @@ import logging
 import os
 import warnings
 
+from miles_hpc import device, logline
 from miles_hpc.archive import Archive
 from miles_hpc.checkpoint import Checkpoints
 from miles_hpc.config import Config
@@ -29,10 +30,12 @@ def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat
     """
     _quiet(world)
     heartbeat.enter("build")
+    logline.say(f"MPI world of {len(world.hosts)} ranks is complete; building the trainer")
     seconds = config.patience_seconds
     folder = paths.model_of(config)
     trainer = Trainer(config, folder, world.role_rank, world.role_size, _store(world, seconds))
     trainer.advance = heartbeat.advance
+    logline.say(f"trainer ready on {device.device()}; waiting for the engines")
     sender = _sender(config, paths, world, attempt, trainer, heartbeat)
     archive = Archive.of(config, paths) if world.leads else None
     checkpoints = Checkpoints(paths, config.checkpoint, world.role_barrier, world.leads, archive)

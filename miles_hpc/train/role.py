@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from miles_hpc import device, evaluation, metrics
+from miles_hpc import device, evaluation, logline, metrics
 from miles_hpc.checkpoint import Checkpoints
 from miles_hpc.config import Config
 from miles_hpc.errors import Stopped
@@ -97,7 +97,8 @@ class TrainRole:
             report = self.sender.send(version)
         if self.lead:
             speed = report.size * len(self.world.rollout) / max(report.seconds, 1e-9) / 1e9
-            self._event("sync", version=version, seconds=report.seconds, bytes=report.size, digests=report.digests)
+            facts = {"bytes": report.size, "digests": report.digests, "given_up": report.given_up}
+            self._event("sync", version=version, seconds=report.seconds, **facts)
             self.figures |= {"sync/seconds": report.seconds, "sync/gb_per_s": speed, "sync/given_up": float(report.given_up)}
         if evaluation.due(self.config, version):
             self._evaluate(version)
@@ -316,4 +317,8 @@ class TrainRole:
         return seconds
 
     def _event(self, event: str, **fields: object) -> None:
-        self.events.append({"event": event, "attempt": self.attempt, "time": time.time(), **fields})
+        """Tell programs, and the readers of this rank's log."""
+        line = {"event": event, "attempt": self.attempt, "time": time.time(), **fields}
+        self.events.append(line)
+        if text := logline.of_event(line, self.steps):
+            logline.say(text)

@@ -57,7 +57,27 @@ def test_without_a_verdict_one_is_written(paths):
     batch.begin(paths.folder)
     assert end(paths, 1, code=137) == "restart"
     assert verdict.newest(paths).kind == "rank_died"
-    assert f"miles-submit logs {paths.folder}" in verdict.newest(paths).next
+    assert verdict.newest(paths).next == f"miles-submit logs {paths.folder} --role job"
+
+
+@pytest.mark.parametrize(
+    ("logs", "named"),
+    [
+        ({"rollout": "said", "engine": "said"}, "--role rollout --rank 4 --attempt 1"),
+        ({"rollout": "", "engine": "said"}, "--role engine --rank 4 --attempt 1"),
+        ({"rollout": "", "train": "another's"}, "--role job"),
+        ({}, "--role job"),
+    ],
+)
+def test_the_next_step_names_a_log_that_says_something_of_the_attempt_that_ended(paths, logs, named):
+    batch.begin(paths.folder)
+    for role, text in logs.items():
+        paths.log(1, role, 4).write_text(text)
+    paths.ends(1).write_text("4 137\n")
+    paths.heartbeat(4).parent.mkdir()
+    paths.heartbeat(4).write_text(json.dumps({"rank": 4, "role": "rollout", "attempt": 1}))
+    end(paths, 1, code=137)
+    assert verdict.newest(paths).next == f"miles-submit logs {paths.folder} {named}"
 
 
 @pytest.mark.parametrize(
@@ -104,6 +124,8 @@ def test_a_warning_near_the_time_limit_is_the_time_limit(paths, monkeypatch):
 def test_term_without_a_word_from_slurm_never_requeues(paths):
     batch.begin(paths.folder)
     assert end(paths, 1, signal="TERM", kind="preempted") == "stop"
+    found = verdict.newest(paths)
+    assert (found.kind, found.word, verdict.sentence(found)) == ("preempted", "cancelled", "cancelled")
 
 
 def test_an_attempt_whose_batch_script_vanished_counts_as_a_node_failure(paths):

@@ -54,7 +54,7 @@ def test_cancel_lets_the_ranks_save_and_resume_goes_on(no_slurm, toml):
         submission.resume(run, without_slurm=True)
     assert "cancelled" in status.cancel(run)
     wait(lambda: state.state_of(run).ended)
-    assert verdict.newest(RunPaths(run)).kind == "preempted"
+    assert (verdict.newest(RunPaths(run)).kind, state.state_of(run).word) == ("preempted", "cancelled")
     assert "saved" in RunPaths(run).log(1, "train", 0).read_text()
 
     submission.resume(run, ["run.steps=7"], without_slurm=True, main=(PROBE, "done"), prepare=(PROBE, "prepare"))
@@ -92,7 +92,7 @@ def test_watch_shows_progress_and_returns_the_runs_exit_code(no_slurm, toml, cap
     run, sleep = start(toml, "hold"), time.sleep
     monkeypatch.setattr(watch.time, "sleep", lambda seconds: (run / "go").touch() or sleep(seconds))  # it was shown by then
     assert submission.follow(run, watch=True) == 0
-    assert "step 0/3  [running" in capsys.readouterr().out
+    assert "0/3 steps done  [running" in capsys.readouterr().out
     assert submission.follow(start(toml, "done", "prepare-fails"), watch=True) == 2
     assert "user_error (in prepare)" in capsys.readouterr().err
 

@@ -22,7 +22,7 @@ def step(number: int, time: float) -> dict:
 
 
 def test_before_the_first_step(tmp_path):
-    assert progress_of(tmp_path, 40).line() == "step 0/40"
+    assert progress_of(tmp_path, 40).line() == "0/40 steps done"
 
 
 def test_reward_phases_and_time_left_by_the_median_step(tmp_path):
@@ -31,7 +31,7 @@ def test_reward_phases_and_time_left_by_the_median_step(tmp_path):
         {"event": "start", "step": 0, "attempt": 1, "time": 0.0},
         *(step(n, t) for n, t in enumerate((10, 12, 14, 50))),
     )
-    assert progress_of(tmp_path, 40).line() == "step 4/40  reward 0.400  rollout 1.2 s  train 0.5 s  ETA 1 min 12 s"
+    assert progress_of(tmp_path, 40).line() == "4/40 steps done  reward 0.400  rollout 1.2 s  train 0.5 s  ETA 1 min 12 s"
 
 
 def test_durations_name_their_units():
@@ -48,7 +48,7 @@ def test_refused_groups_are_on_the_line(tmp_path):
     filtered = step(0, 1.0)
     filtered["metrics"]["groups/refused"] = 3.0
     write(tmp_path, filtered)
-    assert progress_of(tmp_path, 1).line() == "step 1/1  reward 0.400  refused 3  rollout 1.2 s  train 0.5 s"
+    assert progress_of(tmp_path, 1).line() == "1/1 steps done  reward 0.400  refused 3  rollout 1.2 s  train 0.5 s"
 
 
 def test_engines_that_were_started_again_are_on_the_line(tmp_path):
@@ -65,4 +65,4 @@ def test_a_limit_that_memory_has_lowered_is_on_the_line(tmp_path):
 
 def test_a_half_written_line_does_not_count(tmp_path):
     write(tmp_path, step(0, 1.0), tail='{"event": "st')
-    assert progress_of(tmp_path, 1).line() == "step 1/1  reward 0.400  rollout 1.2 s  train 0.5 s"
+    assert progress_of(tmp_path, 1).line() == "1/1 steps done  reward 0.400  rollout 1.2 s  train 0.5 s"

@@ -128,4 +128,6 @@ def test_no_verdict_yet(tmp_path):
 def test_sentence_names_who_where_and_what():
     said = verdict.sentence(Verdict("rank_died", 5, "rollout", "n1", "r1", "generate", 3, error="Killed"))
     assert said == "rank_died (rollout rank 5 on r1, in generate at step 3): Killed"
+    assert verdict.sentence(Verdict("user_error", role="prepare", host="n1")) == "user_error (prepare on n1)"
+    assert verdict.sentence(Verdict("hang", rank=3)) == "hang (rank 3)"
     assert verdict.sentence(Verdict("done")) == "done"

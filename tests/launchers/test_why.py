@@ -34,7 +34,7 @@ def test_everything_that_is_known_of_a_rank_that_failed(paths):
     try:
         raise EngineDied("the engine's host process ended", where="rollout rank 1", next_step="look at its log")
     except EngineDied as error:
-        of_error = verdicts.of_error(error, paths.folder) | {"frame": "miles_hpc/rollout/engine.py:12 next"}
+        of_error = verdicts.of_error(error, "look elsewhere") | {"frame": "miles_hpc/rollout/engine.py:12 next"}
     verdicts.write(paths, 1, **of_error, rank=1, role="rollout", node="n1", host="h", phase="generate", step=4, signal=15)
     verdict.amend(
         paths,
@@ -46,7 +46,8 @@ def test_everything_that_is_known_of_a_rank_that_failed(paths):
     )
     stacks = paths.attempt(1) / "stacks/rollout-0001.txt"
     stacks.parent.mkdir()
-    stacks.touch()
+    stacks.write_text("Thread 0x1 (most recent call first)")
+    stacks.with_name("train-0000.txt").touch()
     said = why.why(paths.folder, None)
     for text in (
         "attempt 1 of", "rank_died", "the engine's host process ended", "engine.py:12 next", "rollout rank 1 on node n1 host h",
@@ -54,6 +55,7 @@ def test_everything_that_is_known_of_a_rank_that_failed(paths):
         "peak 1001 MiB", str(stacks), "look at its log", f"miles-submit resume '{paths.folder}'", "Traceback",
     ):  # fmt: skip
         assert text in said, said
+    assert "train-0000.txt" not in said
 
 
 def test_where_the_batch_side_died_too_the_verdict_is_written_now(paths, capsys):

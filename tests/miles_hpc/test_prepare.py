@@ -81,6 +81,15 @@ def test_a_restart_takes_the_input_as_good_until_the_user_says_something_new(tmp
     assert command(tmp_path, 3).returncode == 2
 
 
+def test_where_the_preparation_itself_breaks_the_next_step_is_the_log_of_the_batch_script(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "config.toml").write_text(config.dump(run(tmp_path)))
+    monkeypatch.setattr(prepare, "prepare", lambda *told: {}["key"])
+    with pytest.raises(KeyError):
+        prepare.main(["--run", str(tmp_path), "--attempt", "1"])
+    verdict = json.loads(RunPaths(tmp_path).verdict(1).read_text())
+    assert (verdict["kind"], verdict["next"]) == ("bug", f"miles-submit logs {tmp_path} --role job")
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [

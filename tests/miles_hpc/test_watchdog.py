@@ -51,7 +51,10 @@ def test_a_rank_whose_file_stands_still_is_named_with_what_it_last_said(paths, c
     assert [verdict[key] for key in ("kind", "rank", "role", "phase", "step")] == ["hang", 1, "train", "train", 4]
     assert verdict["pid"] == os.getpid() and verdict["node"] and verdict["found_by"] == 0
     assert "no sign of life" in verdict["error"] and "test_watchdog.py" in verdict["where"]
-    assert f"logs '{paths.folder}' --role train --rank 1" in verdict["next"] and "attempts/001/stacks" in verdict["next"]
+    assert (
+        f"logs '{paths.folder}' --role train --rank 1 --attempt 1; " in verdict["next"]
+        and "attempts/001/stacks" in verdict["next"]
+    )
 
 
 def test_time_in_which_the_watcher_did_not_look_does_not_count(paths, clock):

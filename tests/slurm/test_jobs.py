@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from miles_hpc.errors import SiteError, UserError
-from miles_hpc.launchers import cli, state, status, submission, verdict
+from miles_hpc.launchers import cli, state, status, submission, verdict, why
 from miles_hpc.launchers.job import HetJob
 from miles_hpc.paths import RunPaths
 
@@ -98,7 +98,8 @@ def test_cancel_ends_the_run_for_good_and_resume_goes_on(submit, holding, ended)
     assert re.search(r"warning  the time limit comes in \d min \d+ s, before the last step", text)
     status.cancel(run)
     now = ended(run)
-    assert (now.word, now.attempt) == ("cancelled", 1)
+    assert (now.word, now.attempt, now.verdict.kind) == ("cancelled", 1, "preempted")
+    assert why.why(run, None).startswith(f"attempt 1 of {run}: cancelled")
     assert "saved" in RunPaths(run).log(1, "train", 0).read_text()
 
     (run / "go").touch()

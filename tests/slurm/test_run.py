@@ -5,6 +5,7 @@ One small run, one of whose ranks is killed once on the way; every test looks at
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -126,6 +127,19 @@ def test_what_memory_taught_the_first_attempt_the_second_knows(run):
     assert lessons == [(1, 128, 64)], logs(run)
     assert "out of memory: micro-batches of 64 tokens from now on, not 128" in run.log(1, "train", 0).read_text()
     assert "out of memory: micro-batches of 64 tokens" in progress.progress_of(run.folder, STEPS).line()
+
+
+def test_the_log_of_every_rank_says_what_it_did(run):
+    said = {role: [run.log(n, role, rank).read_text() for n in (1, 2)] for rank, role in enumerate(("train", "rollout"))}
+    for role, (first, second) in said.items():
+        assert f"{role} rank " in first and ", attempt 1: torch 2." in first and "MPI world of 2 ranks" in first
+        assert first.count(" step 0: ") == second.count(" step 3: ") == 1, said
+        assert second.splitlines()[-1].endswith("end: done") and "end: " not in first
+    train, rollout = said["train"][1], said["rollout"][1]
+    assert "trainer ready on cpu" in train and f"step 3: {STEPS}/{STEPS} steps done  reward " in train
+    assert "evaluation of weights 4: reward " in train and "checkpoint after 4 steps: " in train and "export: " in train
+    assert "warm start: steps 60, loss " in said["train"][0] and "begin at step " in train
+    assert "engine ready" in rollout and re.search(r"step 3: samples 32, [0-9.]+ s, [1-9]\d* tokens/s$", rollout, re.MULTILINE)
 
 
 def test_nothing_is_lost_or_generated_twice(run):
