@@ -43,6 +43,8 @@ def test_every_command_of_the_page_works_on_a_run_that_died(submit, ended):
     tried = {}
     for command in commands():
         line = re.sub(r"^miles-submit", program, command)
+        if " resume " in command:  # the page has it more than once
+            ended(run)
         tried[command] = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=120)
     for command, result in tried.items():
         assert (result.returncode, result.stderr.count("Traceback")) == (0, 0), (command, result)
