@@ -10,14 +10,29 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parent))
-from runs import STEPS, digest, generating, logs, metrics, run, start, wait
+from runs import STEPS, digest, logs, metrics, run, start, wait
 
-from miles_hpc.launchers import cli
+from miles_hpc.launchers import cli, state
 from miles_hpc.paths import RunPaths
 from miles_hpc.rollout import drafts
 
 pytestmark = pytest.mark.engine
 TOKENS = 4096
+
+# Runs in the engines' processes: once an engine has sampled three tokens of the same requests, it stops with all of them begun.
+CUSTOMIZE = """
+import os, pathlib, signal, sys
+if "miles_hpc.rollout.sglang" in sys.orig_argv:
+    from miles_hpc.rollout import noise
+    choose, seen, note = noise.choose, [], pathlib.Path(__file__).with_name("stopped")
+    def choose_and_stop(log_probs, keys, positions, greedy):
+        seen.append(keys.tolist())
+        if len(seen) > 60 and len(keys) > 4 and seen[-4:] == 4 * seen[-1:] and not note.exists():
+            note.write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return choose(log_probs, keys, positions, greedy)
+    noise.choose = choose_and_stop
+"""
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +44,11 @@ def folder(tmp_path_factory) -> Path:
 def moe(folder) -> RunPaths:
     """Two engines, interrupted in the middle of a generation; with routing replay and an importance correction."""
     two = ("slurm.rollout.ranks_per_node=2", "train.correction=icepop", "rollout.unfinished=continue")
-    paths = start(folder / "moe", *two, "train.routing_replay=true")
-    interrupt(paths)
+    (folder / "sitecustomize.py").write_text(CUSTOMIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        paths = start(folder / "moe", *two, "train.routing_replay=true")
+    interrupt(paths, folder / "stopped")
     kept = drafts.on_disk(paths, json.loads(paths.verdict(1).read_text())["step"]).values()
     assert any(draft.output.tokens for draft in kept if not draft.output.whole), logs(paths)
     assert cli.main(["resume", str(paths.folder), "--local"]) == 0
@@ -57,13 +75,16 @@ def test_trainer_and_sampler_agree_bit_for_bit(name, request):
     assert sum(step["response/length_mean"] * 64 for step in steps) >= TOKENS
 
 
-def interrupt(paths: RunPaths) -> None:
+def interrupt(paths: RunPaths, stopped: Path) -> None:
     """TERM in the middle of a generation, which is held until all ranks have heard of it."""
-    scheduler = generating(paths, 3, 0)
-    scheduler.suspend()
+    while not (stopped.exists() and stopped.read_text()):
+        assert not state.state_of(paths.folder).ended, logs(paths)
+        time.sleep(0.1)
     os.kill(json.loads(paths.heartbeat(0).read_text())["pid"], signal.SIGTERM)
-    time.sleep(5)
-    scheduler.resume()
+    while "end: preempted" not in paths.log(1, "train", 0).read_text():
+        time.sleep(0.1)
+    time.sleep(1)  # for the others; a rank waits 5 s for what its engine has
+    os.kill(int(stopped.read_text()), signal.SIGCONT)
     wait(paths)
     assert json.loads(paths.verdict(1).read_text())["kind"] == "preempted", logs(paths)
 

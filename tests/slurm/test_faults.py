@@ -126,7 +126,8 @@ def test_a_node_whose_daemon_died_after_the_allocation_is_left_out(submit, ended
         now = ended(run)
     finally:
         slurm._daemon("slurmd-r0").start(slurm._environment())
-    assert (now.word, kinds(run)[0], verdict.read(RunPaths(run), 1).nodes) == ("done", "bad_node", ("r0",))
+    assert (now.word, verdict.read(RunPaths(run), 1).nodes) == ("done", ("r0",))
+    assert kinds(run)[0] in ("bad_node", "node_failure")  # found by the health check or by Slurm, whoever is first
     assert hosts(run, now.attempt) == ["t0", "r1"]
 
 
