@@ -41,7 +41,7 @@ class Fault:
     abrupt: bool = False
     """All other ranks must be gone at once."""
     copied: bool = False
-    """The folder is copied when the attempt has ended, for the storage faults."""
+    """The folder is copied when all ranks have ended, for the storage faults."""
     seconds: float = 0.0
     """How long it lasts."""
 
@@ -50,11 +50,22 @@ def kill(subject: Subject, rank: int) -> None:
     os.kill(subject.beat(rank)["pid"], signal.SIGKILL)
 
 
-def kill_midway(subject: Subject, rank: int) -> None:
-    """When the first shard of the step is there, and others are not."""
-    step = subject.beat(rank)["step"]
-    subject.until(lambda: store.on_disk(subject.paths, step), f"a shard of step {step}")
+def kill_midway(subject: Subject, rank: int) -> float:
+    """When the first shard of the step is there, and others are not: in a moment in which the rank stands still."""
+
+    def caught() -> bool:
+        pid, step = subject.beat(rank)["pid"], subject.beat(rank)["step"]
+        if not store.on_disk(subject.paths, step):
+            return False
+        os.kill(pid, signal.SIGSTOP)
+        now = subject.beat(rank)
+        if not (midway := (now["phase"], now["step"]) == ("rollout", step)):
+            os.kill(pid, signal.SIGCONT)
+        return midway
+
+    subject.until(caught, "a step of which there is a shard")
     kill(subject, rank)
+    return time.time()
 
 
 def term(subject: Subject, rank: int) -> None:
@@ -149,7 +160,7 @@ def _reward(name: str, what: str, drops: bool = True) -> Fault:
     return Fault(name, "attempt", ENGINE_A, "rollout", partial(misbehave, what), noticed=noticed)
 
 
-def death(name: str, rank: int, phase: str, how: Callable[[Subject, int], None] = kill) -> Fault:
+def death(name: str, rank: int, phase: str, how: Callable[[Subject, int], float | None] = kill) -> Fault:
     verdict = {"kind": "rank_died", "signal": signal.SIGKILL, "rank": rank, "role": "rollout" if rank else "train"}
     return Fault(name, "world", rank, phase, how, verdict, abrupt=True, copied=how is kill_midway)
 

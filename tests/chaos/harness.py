@@ -125,8 +125,14 @@ def _strike(subject: Subject, fault: Fault, step: int) -> Outcome:
         subject.until(lambda: _in_phase(subject, fault, step), f"rank {fault.rank} to be in {fault.phase}")
         outcome.step, attempt, processes = subject.beat(fault.rank)["step"], subject.attempt, subject.processes()
         outcome.injected = time.time()
-        outcome.injected = fault.inject(subject, fault.rank) or outcome.injected
-        (_watch_end if fault.verdict else _watch_survival)(subject, fault, outcome, attempt, processes)
+        with subject.shell_held() if fault.copied else contextlib.nullcontext():
+            outcome.injected = fault.inject(subject, fault.rank) or outcome.injected
+            if fault.verdict:
+                subject.until(lambda: not alive(processes), "all processes to end", 120)
+                outcome.gone_seconds = time.time() - outcome.injected
+            if fault.copied:
+                shutil.copytree(subject.paths.folder, interrupted(subject))
+        (_watch_end if fault.verdict else _watch_survival)(subject, fault, outcome, attempt)
     except (GaveUp, OSError) as error:
         outcome.problems.append(str(error))
     return outcome
@@ -137,14 +143,10 @@ def _in_phase(subject: Subject, fault: Fault, step: int) -> bool:
     return beat.get("phase") == fault.phase and beat["step"] >= step
 
 
-def _watch_end(subject: Subject, fault: Fault, outcome: Outcome, attempt: int, processes: list[Any]) -> None:
-    """The attempt ends with the right verdict, leaves no process, and the next goes on at the same step."""
-    subject.until(lambda: not alive(processes), "all processes to end", 120)
-    outcome.gone_seconds = time.time() - outcome.injected
+def _watch_end(subject: Subject, fault: Fault, outcome: Outcome, attempt: int) -> None:
+    """The attempt has ended with the right verdict, and the next goes on at the same step."""
     subject.until(lambda: subject.verdict(attempt), "a verdict", 120)
-    if fault.copied:
-        shutil.copytree(subject.paths.folder, interrupted(subject))
-    done = max((e["step"] + 1 for e in subject.events("step")), default=0)
+    done = max((e["step"] + 1 for e in subject.events("step") if e["attempt"] <= attempt), default=0)
     later = subject.until(lambda: _steps(subject, attempt + 1), "a step of the next attempt", 420)
     outcome.again = later[0]["time"]
     verdict = subject.verdict(attempt)
@@ -155,11 +157,11 @@ def _watch_end(subject: Subject, fault: Fault, outcome: Outcome, attempt: int, p
         outcome.problems.append(f"the verdict says {wrong}, expected {fault.verdict}: {verdict.get('error', '')}")
     if outcome.lost_steps:
         outcome.problems.append(f"{outcome.lost_steps} complete steps were done again")
-    if fault.abrupt and outcome.gone_seconds > GONE_SECONDS:
+    if fault.abrupt and outcome.gone_seconds and outcome.gone_seconds > GONE_SECONDS:
         outcome.problems.append(f"processes were left for {outcome.gone_seconds:.1f} s")
 
 
-def _watch_survival(subject: Subject, fault: Fault, outcome: Outcome, attempt: int, processes: list[Any]) -> None:
+def _watch_survival(subject: Subject, fault: Fault, outcome: Outcome, attempt: int) -> None:
     """The attempt goes on, and says what happened where it should."""
     over = time.time()
     outcome.again = subject.until(lambda: [e for e in _steps(subject, attempt) if e["time"] > over], "a step")[0]["time"]

@@ -1,8 +1,9 @@
 """The run that faults are done to, as seen from outside: its files, its processes, its job."""
 
+import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,19 @@ class Subject:
                 return process
         raise GaveUp(f"rank {rank} has no process called {name}")
 
+    @contextlib.contextmanager
+    def shell_held(self) -> Iterator[None]:
+        """What the batch shell does when the ranks have ended is done at the end of this."""
+        script = f"job{int(self.job_id):05}/slurm_script"
+        shells = [process for process in psutil.process_iter() if script in " ".join(_command(process))]
+        for shell in shells:
+            shell.suspend()
+        try:
+            yield
+        finally:
+            for shell in shells:
+                shell.resume()
+
     def until(self, reached: Callable[[], Any], what: str, seconds: float = 300.0) -> Any:
         """The first true value of `reached`.
 
@@ -106,6 +120,13 @@ def family(pid: int) -> list[psutil.Process]:
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Those that still run; a zombie does not."""
     return [p for p in processes if p.is_running() and _status(p) != psutil.STATUS_ZOMBIE]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
 
 
 def _status(process: psutil.Process) -> str:
