@@ -131,7 +131,7 @@ def full_disk(subject: Subject, rank: int) -> None:
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (10_000, before[1]))
     try:
-        subject.until(lambda: says_full(subject, rank, 0.0), "the rank to say that the disk is full", 60)
+        subject.until(lambda: says_full(subject, rank, 0.0), "the rank to say that the disk is full")
     finally:
         with contextlib.suppress(ProcessLookupError):
             resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
