@@ -98,6 +98,8 @@ class Conversations:
     def __exit__(self, *error: object) -> None:
         asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         self._thread.join(5)
+        if not self._thread.is_alive():  # else a function blocks the loop, which then ends with the process
+            self._loop.close()
 
     def add(self, requests: Sequence[Request]) -> list[int]:
         """Begin conversations; returns their keys."""
@@ -120,18 +122,17 @@ class Conversations:
         """
         since = time.monotonic()
         while True:
-            if self.flight.open and self.flight.ready(POLL_SECONDS):
-                key, output = self.flight.next()
-                self._loop.call_soon_threadsafe(_tell, self._asked.pop(key), output)
-                since = time.monotonic()
             if event := self._event(0.0 if self.flight.open else POLL_SECONDS):
-                since = time.monotonic()
                 kind, key, value = event
                 if kind == "done":
                     return self._finished(key, value)
                 self._asked[self.flight.add([key])[0]] = value
             elif not self.flight.open:
                 self._check_silence(time.monotonic() - since)
+                continue
+            elif answer := self.flight.look(POLL_SECONDS):
+                self._loop.call_soon_threadsafe(_tell, self._asked.pop(answer[0]), answer[1])
+            since = time.monotonic()
 
     def _event(self, seconds: float) -> tuple[str, Any, Any] | None:
         try:
@@ -150,7 +151,7 @@ class Conversations:
             )
 
     def _finished(self, key: int, value: Output | BaseException) -> tuple[int, Output | EngineError]:
-        self.open.pop(key)
+        self.open.pop(key, None)  # a rollout function may raise after its last answer
         if isinstance(value, BaseException) and not isinstance(value, EngineError):
             raise value
         return key, value
@@ -161,6 +162,7 @@ class Conversations:
         for task in rest:
             task.cancel()
         await asyncio.wait(rest, timeout=2) if rest else None
+        await self._loop.shutdown_asyncgens()
         self._loop.stop()
 
     async def _talk(self, key: int, request: Request) -> None:
@@ -182,6 +184,8 @@ class Conversations:
 
 
 def _tell(asked: asyncio.Future[Output], output: Output | EngineError) -> None:
+    if asked.cancelled():  # the function waits no longer, as after `asyncio.wait_for`
+        return
     if isinstance(output, EngineError):
         asked.set_exception(output)
     else:

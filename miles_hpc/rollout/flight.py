@@ -34,8 +34,8 @@ class Flight:
         """Why the engine refused a request that was then sent a second time."""
         self._ping: int | None = None
         """Key of the ping without an answer."""
-        self._pinged = self._sign = 0.0
-        """When the last ping went out, and the last sign of life since."""
+        self._since = self._pinged = self._sign = 0.0
+        """When the wait for an answer began, when the last ping went out, and the last sign of life since."""
 
     def __enter__(self) -> "Flight":
         return self
@@ -45,15 +45,12 @@ class Flight:
 
     def add(self, requests: Sequence[Request]) -> list[int]:
         """Send requests; returns their keys."""
+        if not self.open:  # nobody has listened since the last answer: what came meanwhile is no silence
+            self._since = self._sign = time.monotonic()
         added = {next(self.engine._ids): request for request in requests}
         self.open |= added
         self._send(added)
         return list(added)
-
-    def ready(self, seconds: float) -> bool:
-        """Wait for an answer to be there, at most so long."""
-        self.engine.poll_hook()
-        return bool(self._given) or self.engine._connection is None or self.engine._connection.poll(seconds)
 
     def next(self) -> tuple[int, Output | EngineError]:
         """The next answer and its request's key; an error if the engine refused the request twice.
@@ -61,14 +58,25 @@ class Flight:
         Raises:
             EngineDied, DeadlineExceeded: the engine, where it is not to be started again.
         """
-        since = time.monotonic()
-        while True:
-            try:
-                if answer := self._answer(since):
-                    return answer
-            except (EngineDied, DeadlineExceeded) as error:
-                self._recover(error)
-                since = time.monotonic()
+        self._since = time.monotonic()
+        while not (answer := self.look(PING_SECONDS)):
+            pass
+        return answer
+
+    def look(self, seconds: float) -> tuple[int, Output | EngineError] | None:
+        """As `next` while requests are open, but None if nothing comes within `seconds`, or no answer.
+
+        Raises:
+            EngineDied, DeadlineExceeded: as `next`.
+        """
+        try:
+            if not (answer := self._answer(seconds)):
+                return None
+        except (EngineDied, DeadlineExceeded) as error:
+            self._recover(error)
+            answer = None
+        self._since = time.monotonic()
+        return answer
 
     def interrupt(self, seconds: float = INTERRUPT_SECONDS) -> dict[int, Output]:
         """Generate no further; what there is of the open requests, by key. What the engine cannot say in time is missing."""
@@ -83,14 +91,15 @@ class Flight:
                 silent -= {key}
         return found
 
-    def _answer(self, since: float) -> tuple[int, Output | EngineError] | None:
+    def _answer(self, seconds: float) -> tuple[int, Output | EngineError] | None:
         """An answer, or None for anything else that came or did not come."""
         for key in self._given.keys() & self.open.keys():
             self.open.pop(key)
             return key, self._given.pop(key)
         doing = f"generate ({len(self.open)} answers outstanding)"
-        self._check(doing, since)
-        if not self.engine._arrived(doing, PING_SECONDS):
+        self._ask_for_a_sign()
+        if not self.engine._arrived(doing, seconds):
+            self._check(doing)
             return None
         kind, key, value = self.engine._receive(doing, PING_SECONDS)
         self._alive(key)
@@ -102,16 +111,20 @@ class Flight:
         self.open.pop(key)
         return key, value
 
-    def _check(self, doing: str, since: float) -> None:
-        """Ping the scheduler now and then. Raises: DeadlineExceeded if it is silent, or without an answer since too long."""
+    def _ask_for_a_sign(self) -> None:
+        """Ping the scheduler now and then."""
         now = time.monotonic()
         if self._ping is None and now > self._pinged + PING_SECONDS:
             self._ping, self._pinged, self._sign = self.engine._call("alive", {}), now, now
+
+    def _check(self, doing: str) -> None:
+        """Raises: DeadlineExceeded if the scheduler is silent, or without an answer since too long."""
+        now = time.monotonic()
         limit = self.engine.pace.limit if self.engine.warm else self.engine.timeout
         if self._ping is not None and now - self._sign > limit:
             self.engine.pace.took(now - self._sign)  # should it only be slow, it gets more time henceforth
             raise self._late(f"the engine's scheduler has been silent for {limit:.0f} s: {doing}")
-        if now - since > self.engine.timeout:
+        if now - self._since > self.engine.timeout:
             raise self._late(f"no answer within {self.engine.timeout:.0f} s: {doing}")
 
     def _late(self, what: str) -> DeadlineExceeded:

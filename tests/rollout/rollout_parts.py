@@ -48,15 +48,15 @@ class Flight:
         self.engine.requests += requests
         return keys
 
-    def ready(self, seconds: float) -> bool:
-        return True
-
     def interrupt(self) -> dict[int, Output]:
         return {}
 
     def next(self) -> tuple[int, Output | EngineError]:
         key = self.engine.random.choice(sorted(self.open))
         return key, self.engine.answer(self.open.pop(key))
+
+    def look(self, seconds: float) -> tuple[int, Output | EngineError]:
+        return self.next()
 
 
 class Engine:

@@ -1,13 +1,15 @@
 """Generate edges: several turns, tools, errors, and a file in the style of slime."""
 
 import asyncio
+import contextlib
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rollout_parts import by_index, config, generator
+from rollout_parts import Flight, by_index, config, generator
 
 from miles_hpc import attach
 from miles_hpc.errors import DeadlineExceeded, EdgeError
@@ -123,6 +125,41 @@ def test_a_tool_that_hangs_is_named() -> None:
 
     with pytest.raises(DeadlineExceeded, match="neither asked the engine nor returned"):
         list(talking(hangs, timeout_seconds=0.2).groups(0, [3], 0))
+
+
+def test_the_engine_hears_of_all_conversations_before_anybody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To wait for an answer before each further request would keep the engine's batch small."""
+    source, waits = talking(two_turns), []
+
+    def look(self: Any, seconds: float) -> Any:
+        waits.append(len(self.open))
+        time.sleep(seconds)
+        return self.next() if len(self.open) == 9 or len(waits) > 9 else None
+
+    monkeypatch.setattr(Flight, "look", look)
+    list(source.groups(0, [7, 1, 3], 0))
+    assert waits.index(9) < 5
+
+
+def test_a_request_that_a_function_no_longer_waits_for_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def impatient(sample: Sample, engine: Any) -> Sample:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(engine.generate(sample.tokens), 0.01)
+        return await two_turns(sample, engine)
+
+    source, failed = talking(impatient), []
+    monkeypatch.setattr(Flight, "look", lambda self, seconds: time.sleep(0.05) or self.next())
+    monkeypatch.setattr(asyncio.BaseEventLoop, "call_exception_handler", lambda self, context: failed.append(context))
+    assert len(Samples.concat(list(source.groups(0, [1], 0)))) == 3 and not failed
+
+
+def test_nothing_is_left_open_behind_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    loops, new = [], asyncio.new_event_loop
+    monkeypatch.setattr(asyncio, "new_event_loop", lambda: loops.append(new()) or loops[-1])
+    list(talking(two_turns).groups(0, [1], 0))
+    with pytest.raises(EdgeError):
+        list(talking(raises).groups(0, [1], 0))
+    assert len(loops) == 2 and all(loop.is_closed() for loop in loops)
 
 
 SLIME = """

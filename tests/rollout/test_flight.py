@@ -18,9 +18,11 @@ from rollout_parts import config
 from miles_hpc import pace
 from miles_hpc.errors import DeadlineExceeded, EngineDied, EngineError
 from miles_hpc.heartbeat import Heartbeat
+from miles_hpc.rollout.conversation import Conversations
 from miles_hpc.rollout.engine import EngineHost
 from miles_hpc.rollout.request import Output, Request
 from miles_hpc.rollout.restarts import Restarts
+from miles_hpc.sample import Sample
 
 
 class Engine(EngineHost):
@@ -92,6 +94,42 @@ def test_an_engine_that_stops_is_found_by_its_silence_and_nothing_of_it_is_left(
     assert found[STOPS].tokens[1] == engine.pid
     assert isinstance(seen[0], DeadlineExceeded) and re.search(r"silent for \d+ s", str(seen[0]))
     assert not psutil.wait_procs(old, timeout=60)[1]
+
+
+def test_a_conversation_whose_engine_stops_goes_on_with_another(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Exception] = []
+    engine.recover = starting_again(engine, seen)
+    answered(engine, requests(*range(20)))
+    engine.call("alive")  # no answer to a ping is left unread
+    monkeypatch.setattr(pace, "LEAST_SECONDS", 1.0)
+
+    async def talk(sample: Sample, client: Any) -> Sample:
+        output = await client.generate(sample.tokens)
+        sample.tokens, sample.response_length = [*sample.tokens, *output.tokens], len(output.tokens)
+        sample.rollout_log_probs = output.log_probs
+        return sample
+
+    def sample(request: Request) -> Sample:
+        return Sample(group_index=request.prompt_id, index=0, tokens=list(request.tokens))
+
+    with engine.flight() as flight, Conversations(flight, talk, sample, None, 10, 60.0) as conversations:
+        conversations.add(requests(STOPS, 1, 2))
+        found = [conversations.next()[1].tokens for _ in range(3)]
+    assert sorted(tokens[0] for tokens in found) == [1, 2, STOPS] and [STOPS, engine.pid] in found
+    assert len(seen) == 1 and re.search(r"silent for \d+ s", str(seen[0]))
+
+
+def test_an_engine_is_not_silent_while_nobody_listens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward or a tool may take minutes; the answer to a ping then lies unread."""
+    monkeypatch.setattr(pace, "LEAST_SECONDS", 0.3)
+    engine.pace.took(0.01)
+    with engine.flight() as flight:
+        for prompt in (1, 2):
+            flight.add(requests(prompt))
+            assert flight.next()[1].tokens == [prompt, engine.pid]
+            assert flight._ping is not None
+            time.sleep(1.0)
+    assert engine.pace.limit < 10  # nor was the pause measured as its pace
 
 
 def test_requests_to_a_stopped_engine_do_not_block_their_sender(engine: Engine) -> None:

@@ -1,5 +1,6 @@
 """Rollout functions: one coroutine answers a whole share, in its own order, and may say what an answer is worth."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -118,3 +119,18 @@ def test_bad_rollout_functions_are_named(function: Any, what: str) -> None:
     with pytest.raises(EdgeError, match=what) as caught:
         list(whole(function).groups(0, [1, 3], 0))
     assert "test_groups.py:" in caught.value.where
+
+
+def test_a_function_that_raises_after_its_last_answer_is_named() -> None:
+    async def raises_at_the_end(groups: list[list[Sample]], engine: Any) -> AsyncIterator[list[Sample]]:
+        if len(groups) == 1:  # the replacement is still under way when the first call fails
+            await asyncio.sleep(60)
+        async for group in backwards(groups, engine):
+            yield group
+        await asyncio.sleep(0.1)
+        raise ValueError("out of ideas")
+
+    source = whole(raises_at_the_end)
+    source.judge = Judge(filters=[lambda samples: "no" * (samples[0].group_index == 1)])
+    with pytest.raises(EdgeError, match="ValueError: out of ideas"):
+        list(source.groups(0, [1, 3], 5, spare={1: [2]}))
