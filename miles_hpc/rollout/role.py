@@ -41,6 +41,8 @@ class RolloutRole:
     def __post_init__(self) -> None:
         self.steps, self.staleness = self.config.run.steps, self.config.rollout.staleness
         self.board: metrics.Board | None = None
+        self.version = -1
+        """The newest that the loop has asked for; an engine that had to start again in a generation may hold a newer one."""
         if isinstance(self.receiver, Receiver):  # the others' weights cannot be sent in the middle of a step
             self.generator.engine.recover = self._recover
 
@@ -48,6 +50,7 @@ class RolloutRole:
         """Hear the first step from the trainer; learn what an earlier attempt has left from it on."""
         lead = self.world.train[0]
         step = self.world.receive(FIRST_STEP, self.seconds, "the trainer to say the first step", source=lead)
+        self.version = step - 1
         found = leftovers(self.paths, step, self.steps) if self.world.leads else None
         self.backlog = self.world.share(found, self.seconds, "the shards of an earlier attempt")
         if self.world.leads:
@@ -56,12 +59,16 @@ class RolloutRole:
         return step
 
     def receive(self, version: int) -> None:
-        """Have weights of `version` in the engine, evaluate them if due."""
-        if version <= self.receiver.version:
-            return
-        self.receiver.receive(version)
-        if evaluation.due(self.config, version):
-            self._evaluate(version)
+        """Have every version up to `version` in the engine, one after the other, and evaluate each that is due.
+
+        With rollout.staleness = 1 the last step is followed by two: the trainer waits for the scores of each.
+        """
+        while self.version < version:
+            self.version += 1
+            if self.version > self.receiver.version:
+                self.receiver.receive(self.version)
+            if evaluation.due(self.config, self.version):
+                self._evaluate(self.version)
 
     def generate(self, step: int) -> None:
         """This engine's share of the step's groups, written and announced; what is on disk is not generated again.
