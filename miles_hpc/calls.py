@@ -65,7 +65,7 @@ def check_generate(config: Config, row: Row, text: str, tokenizer: Any) -> None:
     rollout, longest = config.rollout, config.model.context_length
     if not rollout.generate and not rollout.function:
         return
-    tokens = tokenizer(text)["input_ids"]
+    tokens = tokenizer(text, add_special_tokens=not config.data.chat)["input_ids"]  # as `Prompts.tokens`
 
     async def echo(asked: Request) -> Output:
         return Output([tokens[0]] * min(2, asked.max_new_tokens), [-1.0] * min(2, asked.max_new_tokens), True)

@@ -88,7 +88,7 @@ class Prompts:
         """The longest prompt in tokens.
 
         Raises:
-            DataError: a prompt has more than `limit` tokens, or none; the first such row is named.
+            DataError: a prompt of more than `limit` tokens, of none, or that the chat template refuses; the first is named.
         """
         if self.chat and not self.tokenizer.chat_template:
             raise DataError(
@@ -98,7 +98,7 @@ class Prompts:
             )
         longest = 0
         for row in range(len(self.rows)):
-            count = len(self.tokens(row))
+            count = self._count(row)
             if not count:
                 raise DataError(f"prompt {row} is empty: it has no tokens", where=f"{self.source}, row {row}")
             if count > limit:
@@ -109,6 +109,13 @@ class Prompts:
                 )
             longest = max(longest, count)
         return longest
+
+    def _count(self, row: int) -> int:
+        try:
+            return len(self.tokens(row))
+        except Exception as error:  # a template raises what it likes: roles in a wrong order, a message without a text
+            what = f"prompt {row} has no tokens: {edges.describe(error)[:300]}"
+            raise DataError(what, where=f"{self.source}, row {row}") from error
 
 
 def load(config: Config, split: Split, tokenizer: Any = None) -> Prompts:

@@ -256,7 +256,7 @@ def test_generate_functions_are_called_before_the_start(folder: Path, body: str,
     (folder / f"{name}.py").write_text(f"async def f(sample, engine):\n    await engine.generate(sample.tokens)\n    {body}\n")
     made = config(folder, {"reward": "native_edges:score", "generate": f"{name}:f"})
     with pytest.raises(EdgeError, match=what):
-        calls.check_generate(made, Row("p", "4"), "p", lambda text: {"input_ids": [1, 2]})
+        calls.check_generate(made, Row("p", "4"), "p", lambda text, add_special_tokens: {"input_ids": [1, 2]})
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_rollout_functions_are_called_before_the_start(folder: Path, body: str, 
     (folder / f"{name}.py").write_text(f"async def f(groups, engine):\n    {body}\n")
     made = config(folder, {"reward": "native_edges:score", "function": f"{name}:f"})
     with pytest.raises(EdgeError, match=what):
-        calls.check_generate(made, Row("p", "4"), "p", lambda text: {"input_ids": [1, 2]})
+        calls.check_generate(made, Row("p", "4"), "p", lambda text, add_special_tokens: {"input_ids": [1, 2]})
 
 
 def test_the_table_of_edges(capsys: pytest.CaptureFixture[str]) -> None:

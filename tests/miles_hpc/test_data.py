@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 import pytest
 
@@ -196,3 +197,19 @@ def test_chat_templates() -> None:
     assert len(chat.tokens(0)) == 3  # the template brings its own special tokens
     with pytest.raises(DataError, match="no chat template"):
         Prompts(rows, Words(), chat=True, seed=0, source="here").check(10)
+
+
+class Strict(Words):
+    """With a template that wants a user to speak first, as many do."""
+
+    def apply_chat_template(self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool) -> str:
+        if messages[0]["role"] != "user":
+            raise jinja2.TemplateError("Conversation roles must alternate user/assistant/user/...")
+        return super().apply_chat_template(messages, tokenize, add_generation_prompt)
+
+
+def test_a_prompt_that_the_chat_template_refuses_is_named() -> None:
+    rows = [Row("hi"), Row([{"role": "system", "content": "s"}, {"role": "user", "content": "u"}])]
+    with pytest.raises(DataError, match="prompt 1 has no tokens: TemplateError: Conversation roles must alternate") as caught:
+        Prompts(rows, Strict("template"), chat=True, seed=0, source="here").check(10)
+    assert caught.value.where == "here, row 1" and caught.value.kind == "user_error"
