@@ -6,7 +6,6 @@ All training ranks write into a hidden folder; after a barrier the first rank ad
 """
 
 import json
-import logging
 import shlex
 import shutil
 import zlib
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from miles_hpc import disk, durable, sections
+from miles_hpc import disk, durable, logline, sections
 from miles_hpc.archive import Archive
 from miles_hpc.durable import fsync
 from miles_hpc.errors import CheckpointError, ModelError, ResumeError
@@ -22,7 +21,6 @@ from miles_hpc.paths import RunPaths
 
 MANIFEST = "manifest.json"
 CHUNK = 1 << 22
-log = logging.getLogger(__name__)
 
 
 class State(Protocol):
@@ -81,12 +79,14 @@ class Checkpoints:
                 self.paths.checkpoints.mkdir(exist_ok=True)
                 partial.mkdir()
                 if warning := disk.shortage(self.paths):
-                    log.warning(warning)
+                    logline.say(f"warning: {warning}")
             self.barrier()
             state.save(partial, {"version": version})
             self.barrier()
-            # Every rank reads back a share of the files, so that the sums cost little on many nodes.
-            parts = state.gather({name: _sum(partial / name) for name in _share(_files(partial), state)})
+            # Every rank reads back a share of the files, so that the sums cost little on many nodes. A shared file system may
+            # not list to one what another has just written: what any of them sees is there.
+            names = sorted({name for seen in state.gather(_files(partial)) for name in seen})
+            parts = state.gather({name: _sum(partial / name) for name in _share(names, state)})
             if self.leads:
                 manifest = _manifest_of(version, state.fingerprint, parts)
                 _commit(partial, folder, manifest)
@@ -102,7 +102,7 @@ class Checkpoints:
     def resume(self, state: State) -> int | None:
         """Load the newest checkpoint that is complete; collective.
 
-        An incomplete or damaged one is logged with its name and passed over.
+        An incomplete or damaged one is passed over; this rank's log names it and says why.
 
         Returns:
             Its version, or None if there is no checkpoint at all.
@@ -119,7 +119,7 @@ class Checkpoints:
             # The same answer on every rank: a shared file system may show a file to one and not yet to another.
             problem = next((p for p in state.gather(_problem(folder, state)) if p), "")
             if problem:
-                log.error("checkpoint %s passed over: %s", folder, problem)
+                logline.say(f"checkpoint {folder} passed over: {problem}")
                 problems[folder.name] = problem
                 continue
             _check_model(folder, state.fingerprint)
@@ -203,7 +203,9 @@ def _commit(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
     fsync(partial / MANIFEST)
     fsync(partial)
     if folder.exists():
-        folder.rename(folder.with_name(f".{folder.name}.old"))
+        aside = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(aside, ignore_errors=True)  # of an attempt that ended before it was pruned
+        folder.rename(aside)
     partial.rename(folder)
     fsync(folder.parent)
 
