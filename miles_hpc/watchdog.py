@@ -5,6 +5,7 @@ that hangs writes the verdict; every rank that sees it writes down its stacks an
 what hangs. The launcher kills the rest, which also ends a process that is stopped.
 """
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -38,8 +39,8 @@ class Watchdog:
         heartbeat: of this rank.
         paths: of the run.
         attempt: its number.
-        watch: all ranks, in a rank that watches.
-        ranks: in the world.
+        watch: all ranks, and how long each may stand still; the limits also time this rank's own stacks.
+        watching: this rank looks at the others.
     """
 
     def __init__(self, heartbeat: Heartbeat, paths: RunPaths, attempt: int, watch: Watch, watching: bool) -> None:
@@ -53,7 +54,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to beat and, on the rank that watches, to look at the others."""
+        """Begin to beat and, on a rank that watches, to look at the others."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = self._file.open("a", encoding="utf-8")  # now: a blocked interpreter cannot open it
         self._arm()
@@ -110,17 +111,16 @@ class Watchdog:
         beat = beats.get(first.rank, {})
         fields = {"rank": first.rank, "role": first.role, "phase": first.phase, "step": first.step, **beat}
         logs = verdicts.logs(self.paths.folder, first.role, first.rank, self.attempt)
-        verdicts.write(
-            self.paths,
-            self.attempt,
-            kind="hang",
-            **{key: value for key, value in fields.items() if key not in ("attempt", "time", "beats")},
-            error=describe(found),
-            where=beat.get("at", ""),
-            found_by=self.heartbeat.rank,
-            heartbeats=list(beats.values()),  # now: Slurm wakes a stopped process before it ends it
-            next=f"{logs}; stacks of all ranks are in {self.paths.stacks(self.attempt, '', 0).parent}",
-        )
+        fields = {key: value for key, value in fields.items() if key not in ("attempt", "time", "beats")}
+        fields |= {
+            "error": describe(found),
+            "where": beat.get("at", ""),
+            "found_by": self.heartbeat.rank,
+            "heartbeats": list(beats.values()),  # now: Slurm wakes a stopped process before it ends it
+            "next": f"{logs}; stacks of all ranks are in {self.paths.stacks(self.attempt, '', 0).parent}",
+        }
+        with contextlib.suppress(OSError):  # a disk that takes no verdict may take the next look's; the thread must live
+            verdicts.write(self.paths, self.attempt, kind="hang", **fields)
 
     def _obey(self) -> None:
         """Leave if the attempt has failed."""

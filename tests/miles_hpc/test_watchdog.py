@@ -83,6 +83,23 @@ def test_a_disk_that_takes_no_heartbeat_is_no_rank_that_hangs(paths, clock, monk
     assert not paths.verdict(1).exists()
 
 
+def test_a_verdict_that_the_disk_refuses_is_written_at_the_next_look(paths, clock, monkeypatch):
+    watcher, write, tries = dog(paths), verdicts.write, []
+
+    def refused_once(*given, **fields):
+        tries.append(fields["rank"])
+        if len(tries) == 1:
+            raise OSError(28, "No space left on device")
+        return write(*given, **fields)
+
+    monkeypatch.setattr(verdicts, "write", refused_once)
+    ranks = [Heartbeat(paths.heartbeat(rank), ROLES[rank], rank, 1) for rank in ROLES]
+    for beat in ranks:
+        beat.enter("train", 4)
+    look(watcher, clock, 20, ranks[0], ranks[2])
+    assert len(tries) > 1 and verdicts.kind_of(paths, 1) == "hang"
+
+
 def test_heartbeats_of_an_earlier_attempt_and_torn_ones_are_no_life(paths, clock):
     watcher = dog(paths)
     old = Heartbeat(paths.heartbeat(1), "train", 1, 0)
