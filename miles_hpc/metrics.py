@@ -97,15 +97,16 @@ def of_samples(samples: Samples, advantages: np.ndarray, group_size: int) -> dic
     """Reward, length and group statistics of a step."""
     lengths = samples.answer_lengths
     idle = (advantages.reshape(-1, group_size) == 0).all(1)
-    parts = {f"reward/{name}": float(np.nanmean(values)) for name, values in samples.reward_parts.items()}
+    given = {name: values[~np.isnan(values)] for name, values in samples.reward_parts.items()}
+    parts = {f"reward/{name}": float(values.mean()) for name, values in given.items() if len(values)}
     return {
+        **parts,  # first: a component called `mean` must not pass for the mean reward
         "reward/mean": float(samples.rewards.mean()),
         "reward/std": float(samples.rewards.std()),
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated": float((samples.status == TRUNCATED).mean()),
         "groups/zero_variance": float(idle.mean()),
-        **parts,
     }
 
 

@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from miles_hpc import archive, calls, config, data, edges, verdicts
+from miles_hpc import archive, calls, config, data, demonstrations, edges, verdicts
 from miles_hpc.config import Config
 from miles_hpc.errors import EdgeError, ModelError, UserError
 from miles_hpc.paths import RunPaths
@@ -59,7 +59,8 @@ def prepare(run: Config, paths: RunPaths) -> None:
     """
     from miles_hpc import transport  # loads torch
 
-    check_demonstrations(run)
+    if run.warm_start:
+        demonstrations.load(run, 1)
     calls.check(run)
     archive.check(run, paths)
     transport.check(run, paths)
@@ -98,21 +99,6 @@ def check_teacher(run: Config, tokenizer: Any) -> None:
             where=f"train.teacher = {folder}",
             next_step="distil from a model of the same family",
         )
-
-
-def check_demonstrations(run: Config) -> None:
-    """Ask `warm_start.data` for one demonstration.
-
-    Raises:
-        EdgeError: not importable, raised, or returned something else.
-    """
-    if not run.warm_start:
-        return
-    key = "warm_start.data"
-    function = edges.load(run.warm_start.data, run.run.edges_folder, key=key, arguments=("seed", "count"))
-    rows = edges.call(function, run.run.seed, 1, key=key)
-    if not (isinstance(rows, list) and len(rows) == 1 and len(rows[0]) == 2 and all(isinstance(text, str) for text in rows[0])):
-        raise edges.wrong(key, function, "a list of `count` pairs of texts (prompt, answer)", rows)
 
 
 def make_model(run: Config, folder: Path) -> None:

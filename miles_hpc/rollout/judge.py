@@ -1,12 +1,12 @@
 """What is decided about a whole group once its answers are scored: group rewards and filters."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from miles_hpc import attach, edges
 from miles_hpc.config import Config
+from miles_hpc.rollout.reward import is_number
 from miles_hpc.sample import Sample
 
 
@@ -56,12 +56,12 @@ class Judge:
         assert function
         rewards = edges.call(function, samples, key=key)
         try:
-            numbers = [float(reward) for reward in rewards]
-        except (TypeError, ValueError):
+            numbers = list(rewards)
+        except TypeError:
             numbers = []
-        if len(numbers) != len(samples) or not all(map(math.isfinite, numbers)):
+        if len(numbers) != len(samples) or not all(map(is_number, numbers)):
             raise edges.wrong(key, function, f"{len(samples)} finite numbers", rewards)
-        return numbers
+        return [float(number) for number in numbers]
 
     def _refusal(self, function: Callable[..., Any], samples: list[Sample]) -> str:
         key = f"rollout.filters (prompt {samples[0].group_index})"

@@ -87,13 +87,13 @@ def _score(returned: Any, function: Callable[..., Any], name: str, seconds: floa
 def numbers_of(returned: Any, function: Callable[..., Any], name: str) -> dict[str, float]:
     """What a reward returned, as numbers with the key `reward`. Raises: EdgeError if it is something else."""
     parts = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
-    numbers = all(isinstance(key, str) and _is_number(value) for key, value in parts.items())
+    numbers = all(isinstance(key, str) and is_number(value) for key, value in parts.items())
     if "reward" not in parts or not numbers:
         raise edges.wrong(name, function, "a finite number, or a dict of them with a key 'reward'", returned)
     return {key: float(part) for key, part in parts.items()}
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """True for an int, float, bool or numpy scalar that is finite as float32, which is what is stored."""
     try:
         return not isinstance(value, str | bytes) and abs(float(value)) <= LARGEST

@@ -109,11 +109,17 @@ def advantage_of(config: Config) -> Advantage:
 
     def checked(samples: Samples, group_size: int) -> np.ndarray:
         answer = edges.call(function, samples, group_size, key="train.advantage")
-        if not isinstance(answer, np.ndarray) or answer.shape != (len(samples),) or not np.isfinite(answer).all():
+        if not isinstance(answer, np.ndarray) or answer.shape != (len(samples),) or not _finite(answer):
             raise edges.wrong("train.advantage", function, f"{len(samples)} finite numbers as a numpy array", answer)
         return answer.astype(np.float32)
 
     return checked
+
+
+def _finite(values: np.ndarray) -> bool:
+    """True for numbers that are finite as float32, in which they are used."""
+    with np.errstate(over="ignore"):
+        return values.dtype.kind in "biuf" and bool(np.isfinite(values.astype(np.float32)).all())
 
 
 def _groups(rewards: np.ndarray, group_size: int) -> np.ndarray:

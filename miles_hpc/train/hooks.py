@@ -67,7 +67,7 @@ def _figures(found: Any, key: str, function: Callable[..., Any]) -> dict[str, fl
     """Raises: EdgeError."""
     try:
         figures = {str(name): float(value) for name, value in found.items()}
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, OverflowError):
         figures = {"": math.nan}
     if not all(map(math.isfinite, figures.values())):
         raise edges.wrong(key, function, "a mapping of names to finite numbers", found)

@@ -55,12 +55,14 @@ def test_journal_lines_of_two_processes_stay_whole(tmp_path):
 def test_figures_of_a_step():
     found = metrics.of_samples(
         samples([1, 0, 1, 1], status=np.array([STOPPED, TRUNCATED, STOPPED, STOPPED], np.uint8),
-                reward_parts={"form": np.array([1, np.nan, 0, 0], np.float32)}),
+                reward_parts={"form": np.array([1, np.nan, 0, 0], np.float32), "mean": np.full(4, 7, np.float32),
+                              "of_refused_groups_alone": np.full(4, np.nan, np.float32)}),
         np.array([0.7, -0.7, 0, 0], np.float32), 2,
     )  # fmt: skip
     assert found["reward/mean"] == 0.75 and found["reward/std"] == pytest.approx(np.std([1, 0, 1, 1]))
     assert found["response/length_mean"] == 2 and found["response/length_max"] == 2 and found["response/truncated"] == 0.25
     assert found["groups/zero_variance"] == 0.5 and found["reward/form"] == pytest.approx(1 / 3)
+    assert "reward/of_refused_groups_alone" not in found
 
 
 def test_fates_name_every_prompt():

@@ -170,12 +170,12 @@ def test_routing_replay_of_a_dense_model_is_refused(tmp_path: Path, model_folder
         prepare.prepare(dense, RunPaths(tmp_path / "dense"))
 
 
-@pytest.mark.parametrize("returned", ["3", "[('a',)]", "[('a', 1)]", "[]"])
+@pytest.mark.parametrize("returned", ["3", "[3]", "[('a',)]", "[('a', 1)]", "[]"])
 def test_bad_demonstrations(tmp_path: Path, returned: str) -> None:
     name = f"teach_{abs(hash(returned))}"
     (tmp_path / f"{name}.py").write_text(f"def show(seed, count):\n    return {returned}\n")
     with pytest.raises(EdgeError, match=r"warm_start.data must return"):
-        prepare.check_demonstrations(run(tmp_path, warm_start={"data": f"{name}:show", "steps": 1}))
+        prepare.prepare(run(tmp_path, warm_start={"data": f"{name}:show", "steps": 1}), RunPaths(tmp_path / "run"))
 
 
 def test_a_teacher_must_read_the_policys_tokens(tmp_path: Path, model_folder: Path) -> None:

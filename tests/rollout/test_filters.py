@@ -73,6 +73,9 @@ def raises(samples: list[Sample]) -> str:
         Judge(filters=[lambda samples: True]),
         Judge(lambda samples: [1.0]),
         Judge(lambda samples: [float("nan")] * 3),
+        Judge(lambda samples: [1e39] * 3),  # not finite as float32, which is what is stored
+        Judge(lambda samples: [10**400] * 3),
+        Judge(lambda samples: ["1.0"] * 3),
         Judge(lambda samples: 1.0),
     ],
 )
