@@ -14,7 +14,8 @@ from miles_hpc.errors import SiteError
 from miles_hpc.launchers import nodes
 
 PATIENT, BRIEF = 30.0, 5.0
-"""Seconds that an answer of Slurm's programs is waited for; BRIEF where a person waits and the run's files say most of it."""
+"""Seconds that an answer of Slurm's programs is waited for; BRIEF where a person waits and files say most of it,
+PATIENT where a wrong no costs more than the wait: a submission, a verdict, another attempt."""
 NO_SLURM = "miles-submit cluster up    (a private Slurm on this machine), or add --local (mpiexec, no Slurm)"
 # Worst first: the state of a heterogeneous job is that of its worst component, once all have ended.
 ENDED = ("NODE_FAIL", "OUT_OF_MEMORY", "CANCELLED", "TIMEOUT", "DEADLINE", "FAILED", "BOOT_FAIL", "COMPLETED")
@@ -65,14 +66,14 @@ class JobState:
         return self.state in ENDED
 
 
-def find() -> str:
-    """Make this process use a Slurm that answers; returns its ClusterName.
+def find(patience: float = PATIENT) -> str:
+    """Make this process use a Slurm that answers within `patience` seconds; returns its ClusterName.
 
     Raises:
         SiteError: none answers and no private cluster runs in `./.cluster`.
     """
     _forget_outer_job()
-    if shutil.which("sinfo") and (name := cluster_name()):
+    if shutil.which("sinfo") and (name := cluster_name(patience)):
         return name
     if (home := Path(".cluster").resolve()).is_dir():
         from miles_hpc.launchers.cluster import Cluster
@@ -81,7 +82,7 @@ def find() -> str:
         if cluster.running:
             os.environ.update(cluster.exports())
             print(f"using the private Slurm in {home}", file=sys.stderr)
-            return cluster_name()
+            return cluster_name(patience)
     conf = os.environ.get("SLURM_CONF")
     what = f"the Slurm of SLURM_CONF={conf} does not answer" if conf else "no Slurm answers here"
     raise SiteError(what, next_step=NO_SLURM)
@@ -103,9 +104,10 @@ def _forget_outer_job() -> None:
             del os.environ[name]
 
 
-def cluster_name() -> str:
+def cluster_name(patience: float) -> str:
     """ClusterName, empty where no controller answers."""
-    found = re.search(r"^ClusterName\s*=\s*(\S+)", _ask("scontrol", "show", "config"), flags=re.MULTILINE)
+    said, _ = _said("scontrol", "show", "config", patience=patience)
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", said, flags=re.MULTILINE)
     return found[1] if found else ""
 
 

@@ -22,7 +22,7 @@ def text(file: Path, overrides: Sequence[str], *, local: bool) -> str:
     config = configuration.load(file, overrides)
     notes = []
     try:
-        cluster = "" if local else controller.find()
+        cluster = "" if local else controller.find(controller.BRIEF)
     except SiteError as error:
         cluster = ""
         notes.append(f"# {error.what}; this is the script for the site profile, unchecked")

@@ -45,7 +45,8 @@ def state_of(folder: Path, patience: float = controller.PATIENT) -> RunState:
     attempt = max(paths.attempt_numbers(), default=0)
     newest = verdict.read(paths, attempt) if attempt >= job["first_attempt"] else None
     slurm = _ask(folder, job, patience)
-    ended = slurm.ended or slurm.state == "UNKNOWN" or (slurm.state == "NO_ANSWER" and newest is not None)
+    # while Slurm does not answer only the files can say it: another attempt may follow a fault, or the job wait again
+    ended = slurm.ended or slurm.state == "UNKNOWN" or (slurm.state == "NO_ANSWER" and newest is not None and newest.final)
     word = _word(slurm, newest, ended) if job["scheduler"] else "not submitted"
     return RunState(word, ended, job, slurm, attempt, newest)
 
@@ -90,17 +91,20 @@ def _word(slurm: JobState, newest: Verdict | None, ended: bool) -> str:
 class Follower:
     """`state_of`, as often as a shared controller can bear: twice a second at first, then less and less, down to every 10 s.
 
-    An attempt that has ended is looked at more often again, since the run's end is near.
+    An attempt that has ended is looked at more often again, since the run's end is near. A Slurm that did not answer soon has
+    more time from then on: it may only be busy.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.begin, self.due = folder, time.monotonic(), 0.0
+        self.folder, self.begin, self.due, self.patience = folder, time.monotonic(), 0.0, controller.BRIEF
 
     def look(self) -> RunState:
         """The newest state that is young enough."""
         now = time.monotonic()
         if now >= self.due:
-            self.last = state_of(self.folder)
+            self.last = state_of(self.folder, self.patience)
+            if self.last.slurm.state == "NO_ANSWER":
+                self.patience = controller.PATIENT
             self.due = now + (FASTEST if self.last.verdict else min(SLOWEST, FASTEST + (now - self.begin) / 30))
         elif verdict.read(RunPaths(self.folder), self.last.attempt):
             self.due = min(self.due, now + FASTEST)

@@ -86,7 +86,12 @@ class Verdict:
     @property
     def last(self) -> bool:
         """True if no other attempt follows in this allocation; the job is about to end."""
-        return self.kind in STOP | {"done"} or self.action in ("requeue", "stop")
+        return self.action != "restart" if self.action else self.kind in STOP | {"done"}
+
+    @property
+    def final(self) -> bool:
+        """True if none follows at all, unless the user types `resume`; unknown, and so False, before the action is written."""
+        return self.kind == "done" or self.action == "stop"
 
     def fields(self) -> dict[str, Any]:
         """What to write, without what is not known."""

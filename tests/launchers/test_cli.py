@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -6,6 +7,7 @@ import sys
 import time
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -144,7 +146,7 @@ LOOKING = ["status", "logs", "cancel", "why", "resume", "report", "audit", "samp
 
 
 @pytest.mark.parametrize("command", LOOKING)
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", "\0"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", "\0", pytest.param("\udcff", id="not UTF-8")])
 def test_files_of_a_run_that_are_damaged_give_no_traceback(capsys, no_slurm, toml, command, text):
     """Whatever a full disk or a hand has left in the small files of a run."""
     folder = no_slurm / "run"
@@ -153,28 +155,30 @@ def test_files_of_a_run_that_are_damaged_give_no_traceback(capsys, no_slurm, tom
     (folder / "heartbeat").mkdir()
     (folder / "config.toml").write_text(configuration.dump(configuration.load(toml)))
     for file in ("job.json", "attempts/001/verdict.json", "attempts/001/start.json", "heartbeat/rank-0000.json"):
-        (folder / file).write_text(text)
+        (folder / file).write_text(text, errors="surrogateescape")
     for file in ("events.jsonl", "ledger.jsonl"):
-        (folder / file).write_text(f"{text}\n{text}")
+        (folder / file).write_text(f"{text}\n{text}", errors="surrogateescape")
     code, _, err = run(capsys, command, str(folder))
     assert code in (0, 1, 2) and (code == 0 or command == "audit" or err.startswith("miles-submit: "))
 
 
 @pytest.fixture
 def silent_slurm(no_slurm, toml, monkeypatch):
-    """A run of a Slurm whose programs wait for a controller that is gone; they leave the file `asked`."""
+    """A run of a Slurm whose programs wait for a controller that is gone, and what they were asked."""
     folder, programs = no_slurm / "run", no_slurm / "bin"
     (folder / "attempts/001/logs").mkdir(parents=True)
     programs.mkdir()
     for name in ("scontrol", "scancel", "squeue", "sinfo", "sacct"):
-        (programs / name).write_text(f"#!/bin/sh\ntouch {no_slurm}/asked\nexec sleep 60\n")
+        (programs / name).write_text("#!/bin/sh\nexec sleep 60\n")
         (programs / name).chmod(0o755)
     (folder / "config.toml").write_text(configuration.dump(configuration.load(toml)))
     job = {"scheduler": "slurm", "job_id": "7", "first_attempt": 1, "slurm_programs": str(programs)}
     (folder / "job.json").write_text(json.dumps(job))
     (folder / "events.jsonl").write_text('{"event": "start", "step": 0, "attempt": 1, "time": 0}\n')
     monkeypatch.setattr(controller, "BRIEF", 0.2)
-    return folder
+    say, asked = controller._said, []
+    monkeypatch.setattr(controller, "_said", lambda *command, **patience: asked.append(command) or say(*command, **patience))
+    return SimpleNamespace(folder=folder, asked=asked)
 
 
 @pytest.mark.parametrize(
@@ -188,23 +192,31 @@ def silent_slurm(no_slurm, toml, monkeypatch):
 )
 def test_a_slurm_that_does_not_answer_is_waited_for_briefly_and_said(capsys, silent_slurm, command, exit_code, said):
     begin = time.monotonic()
-    code, out, err = run(capsys, command, str(silent_slurm))
-    assert time.monotonic() - begin < 10
-    assert (code, (silent_slurm.parent / "asked").exists()) == (exit_code, True)
+    code, out, err = run(capsys, command, str(silent_slurm.folder))
+    assert time.monotonic() - begin < controller.PATIENT
+    assert code == exit_code and silent_slurm.asked
     assert said in (out if code == 0 else err)
     assert "progress" in out if code == 0 else "  next:  " in err
 
 
 @pytest.mark.parametrize("command", ["report", "audit", "samples", "logs"])
 def test_what_is_in_the_files_is_not_asked_of_slurm(capsys, silent_slurm, command):
-    run(capsys, command, str(silent_slurm))
-    assert not (silent_slurm.parent / "asked").exists()
+    run(capsys, command, str(silent_slurm.folder))
+    assert not silent_slurm.asked
+
+
+def test_a_plan_is_made_without_a_slurm_that_does_not_answer_soon(capsys, silent_slurm, toml, monkeypatch):
+    monkeypatch.setenv("PATH", f"{silent_slurm.folder.parent / 'bin'}:{os.environ['PATH']}")
+    begin = time.monotonic()
+    code, out, _ = run(capsys, "plan", str(toml))
+    assert time.monotonic() - begin < controller.PATIENT
+    assert (code, silent_slurm.asked) == (0, [("scontrol", "show", "config")]) and "unchecked" in out
 
 
 def test_a_verdict_is_not_written_for_an_attempt_that_may_still_be_running(capsys, silent_slurm):
-    verdict = silent_slurm / "attempts/001/verdict.json"
+    verdict = silent_slurm.folder / "attempts/001/verdict.json"
     verdict.write_text('{"kind": "hang", "attempt": 1, "time": 1}')
-    code, out, _ = run(capsys, "why", str(silent_slurm))
+    code, out, _ = run(capsys, "why", str(silent_slurm.folder))
     assert code == 0 and "hang" in out
     assert json.loads(verdict.read_text()) == {"kind": "hang", "attempt": 1, "time": 1}
 
