@@ -1,5 +1,6 @@
 """The handle of a submitted run: submitit's job, made to see a heterogeneous job as one and to work without accounting."""
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,8 @@ class HetInfoWatcher(SlurmInfoWatcher):
         """Output of the command -> what submitit knows of each job, by its id."""
         text = string if isinstance(string, str) else string.decode()
         found = {}
-        for block in text.split("id ")[1:] if text.startswith("id ") else []:
-            job_id, _, lines = block.partition("\n")
+        _, *blocks = re.split(r"^id (\S+)$", text, flags=re.MULTILINE)
+        for job_id, lines in zip(blocks[::2], blocks[1::2], strict=True):
             state = parse_job(lines)
             found[job_id] = {"JobID": job_id, "State": state.state, "NodeList": ",".join(state.nodes), "Reason": state.reason}
         return found
