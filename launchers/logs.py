@@ -33,6 +33,7 @@ def show(folder: Path, role: str | None, rank: int | None, attempt: int | None, 
         ended = follower.look().ended
         newest = locate(folder, role, rank, attempt)
         if newest != file:
+            _print_from(file, position)  # what a rank said at its end
             file, position = newest, 0
         position = _print_from(file, position)
         if ended:
