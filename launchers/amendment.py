@@ -1,13 +1,22 @@
-"""`miles-submit resume --set`: which keys of a run may change between two attempts."""
+"""`miles-submit resume --set`: which keys of a run may change between two attempts, and which did."""
 
-from collections.abc import Iterator, Sequence
+import json
+import shlex
+import shutil
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 from miles_hpc import config as configuration
 from miles_hpc.config import Config
 from miles_hpc.errors import ConfigError
+from miles_hpc.launchers import autopsy
 from miles_hpc.paths import RunPaths
+
+Changes = Mapping[str, list[Any]]
+"""By key: the value of the attempt before, and that of this one; None where there was none."""
 
 OWN = ("run.name", "run.folder", "run.edges_folder")
 OF_MODEL = ("model.path", "model.source", "run.seed")
@@ -37,10 +46,9 @@ def amended(folder: Path, before: Config, overrides: Sequence[str]) -> Config:
     for key, reason in _fixed(paths):
         was, now = _value(before, key), _value(after, key)
         if was != now:
-            what = f"{key} stays {was!r}: {reason}"
-            raise ConfigError(
-                what, where=str(paths.config), next_step=f"begin a new run: miles-submit run FILE --set {key}={now}"
-            )
+            override = shlex.quote(f"{key}={now if isinstance(now, str) else json.dumps(now)}")
+            what, hint = f"{key} stays {was!r}: {reason}", f"begin a new run: miles-submit run FILE --set {override}"
+            raise ConfigError(what, where=str(paths.config), next_step=hint)
     return after
 
 
@@ -57,3 +65,42 @@ def _fixed(paths: RunPaths) -> Iterator[tuple[str, str]]:
 
 def _value(config: Config, key: str) -> object:
     return reduce(getattr, key.split("."), config)
+
+
+def noted(paths: RunPaths, attempt: int) -> Changes:
+    """What `--set`, or a hand, has changed since the attempt before; keeps the configuration for the attempt after."""
+    shutil.copyfile(paths.config, paths.attempt_config(attempt))
+    before, after = _values(paths.attempt_config(attempt - 1)), _values(paths.attempt_config(attempt))
+    keys = (before | after).keys() if before else ()
+    return {key: [before.get(key), after.get(key)] for key in keys if before.get(key) != after.get(key)}
+
+
+def _values(file: Path) -> dict[str, Any]:
+    """Values by key, none where the file is not there: of an attempt before there was such a file, or on a full disk."""
+    try:
+        return dict(_flat(tomllib.loads(file.read_text(encoding="utf-8-sig"))))
+    except (OSError, ValueError):
+        return {}
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def changes(paths: RunPaths, attempt: int) -> Changes:
+    """What was changed before an attempt, as its start.json says."""
+    found = autopsy.started(paths, attempt).get("changed")
+    return found if isinstance(found, dict) else {}
+
+
+def sentence(changed: Changes) -> str:
+    """`train.lr 0.001 -> 1e-06, run.steps 40 -> 80`; empty where nothing was changed."""
+    return ", ".join(f"{key} {' -> '.join(map(_text, pair))}" for key, pair in changed.items())
+
+
+def _text(value: Any) -> str:
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)

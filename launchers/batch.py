@@ -11,12 +11,13 @@ import shlex
 import shutil
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from miles_hpc import config as configuration
 from miles_hpc import disk, verdicts
-from miles_hpc.launchers import autopsy, controller, history, nodes, policy, requeue, verdict
+from miles_hpc.launchers import amendment, autopsy, controller, history, nodes, policy, requeue, verdict
 from miles_hpc.launchers.verdict import Attempt, Situation
 from miles_hpc.paths import RunPaths
 
@@ -88,9 +89,11 @@ def _open(paths: RunPaths, avoid: tuple[str, ...]) -> int:
         "job_id": os.environ.get("SLURM_JOB_ID", ""),
         "nodes": sorted(set(hosts)),
         "job_log_bytes": paths.job_log.stat().st_size if paths.job_log.exists() else 0,
+        "changed": (changed := amendment.noted(paths, number)),
     }
     paths.start(number).write_text(json.dumps(start), encoding="utf-8")
-    print(f"attempt {number} on {', '.join(sorted(set(hosts)))}", file=sys.stderr)
+    since = f"; changed: {amendment.sentence(changed)}" if changed else ""
+    print(f"attempt {number} on {', '.join(sorted(set(hosts)))}{since}", file=sys.stderr)
     return number
 
 
@@ -98,9 +101,12 @@ def _thin_out(paths: RunPaths) -> None:
     """Of attempts long ago only what the history is read from is kept: a run that is preempted every hour has many."""
     for number in paths.attempt_numbers()[:-ATTEMPTS_IN_FULL]:
         needed = {paths.start(number), paths.verdict(number), paths.hosts(number)}
-        for file in paths.attempt(number).iterdir():
-            if file not in needed:
-                shutil.rmtree(file) if file.is_dir() else file.unlink()
+        gone = [file for file in paths.attempt(number).iterdir() if file not in needed]
+        for file in gone:
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+        if gone and (found := verdict.read(paths, number)) and f" --attempt {number}" in found.next:
+            hint = f"the logs of an attempt so long ago are removed; {verdicts.logs(paths.folder, 'job')}"
+            verdict.amend(paths, number, next=hint)
 
 
 def situation_of(paths: RunPaths, job_state: str = "") -> Situation:
@@ -123,14 +129,13 @@ def situation_of(paths: RunPaths, job_state: str = "") -> Situation:
 
 
 def _others(pools: nodes.Pools, avoid: tuple[str, ...]) -> bool:
-    """True where every partition has enough nodes without those to avoid, or Slurm does not say."""
+    """True where every partition has enough nodes for its components together without those to avoid, or Slurm does not say."""
+    wanted: Counter[str] = Counter()
     for group, pool in enumerate(pools):
         plain = os.environ.get("SLURM_JOB_PARTITION", "")
-        partition = os.environ.get(f"SLURM_JOB_PARTITION_HET_GROUP_{group}", plain)
-        usable = controller.usable_nodes(partition)
-        if usable and len({*usable} - {*avoid}) < len(pool):
-            return False
-    return True
+        wanted[os.environ.get(f"SLURM_JOB_PARTITION_HET_GROUP_{group}", plain)] += len(pool)
+    usable = {partition: controller.usable_nodes(partition) for partition in wanted}
+    return all(not usable[name] or len({*usable[name]} - {*avoid}) >= count for name, count in wanted.items())
 
 
 def _attempt(paths: RunPaths, number: int, first_step: int, last_step: int) -> Attempt | None:

@@ -15,7 +15,8 @@ from typing import Any
 
 from miles_hpc import config as configuration
 from miles_hpc.config import Config
-from miles_hpc.launchers import history
+from miles_hpc.launchers import amendment, history
+from miles_hpc.launchers.amendment import Changes
 from miles_hpc.launchers.history import History, Line
 from miles_hpc.metrics import PHASES
 from miles_hpc.paths import RunPaths
@@ -75,6 +76,8 @@ class Report:
     phase_seconds: dict[str, float]
     """Sum over complete steps."""
     export_path: str | None
+    changes: dict[int, Changes]
+    """By attempt, the keys that were changed before it: values before and after."""
 
 
 def report(folder: Path, as_json: bool) -> int:
@@ -121,6 +124,7 @@ def compute(folder: Path) -> Report:
         wall_seconds=_wall_seconds(paths, past),
         phase_seconds={phase: sum(e["phase_seconds"].get(phase, 0.0) for e in steps) for phase in PHASES},
         export_path=str(paths.export) if (paths.export / "config.json").exists() else None,
+        changes={n: changed for n in paths.attempt_numbers() if (changed := amendment.changes(paths, n))},
     )
 
 
@@ -190,7 +194,7 @@ def _known(values: Iterable[float | None]) -> list[float]:
 def _json(file: Path) -> Line:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -208,14 +212,15 @@ def _show(found: Report, paths: RunPaths) -> None:
 
     table = Table(title=f"run {paths.folder.name}", show_header=False, title_justify="left")
     values = asdict(found)
-    phases = values.pop("phase_seconds")
+    phases, _ = values.pop("phase_seconds"), values.pop("changes")
     for key, value in values.items():
         table.add_row(key, _text(value))
     for phase, seconds in phases.items():
         table.add_row(f"phase_seconds.{phase}", _text(seconds))
     console = Console(highlight=False)
     console.print(table)
-    for line in _places(paths):
+    changed = [f"changed      for attempt {n}: {amendment.sentence(keys)}" for n, keys in found.changes.items()]
+    for line in [*changed, *_places(paths)]:
         console.print(line, soft_wrap=True, markup=False)
 
 

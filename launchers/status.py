@@ -9,7 +9,7 @@ from pathlib import Path
 from miles_hpc import config as configuration
 from miles_hpc import disk
 from miles_hpc.errors import SiteError
-from miles_hpc.launchers import controller, evidence, local, verdict
+from miles_hpc.launchers import amendment, controller, evidence, local, verdict
 from miles_hpc.launchers.progress import duration, progress_of
 from miles_hpc.launchers.state import RunState, state_of
 from miles_hpc.paths import RunPaths
@@ -35,6 +35,8 @@ def _rows(folder: Path, now: RunState) -> Iterator[tuple[str, str]]:
                 "rank",
                 f"{beat.rank} {beat.role} on {beat.node or beat.host}: {beat.phase}, step {beat.step}, {age:.0f} s ago",
             )
+    if changed := amendment.sentence(amendment.changes(RunPaths(folder), now.attempt)):
+        yield "changed", f"for attempt {now.attempt}: {changed}"
     yield "disk", _disk(RunPaths(folder))
     if warning := disk.shortage(RunPaths(folder)):
         yield "warning", warning

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -132,7 +133,8 @@ def _may_resume(folder: Path, overrides: Sequence[str], without_slurm: bool) -> 
             hint = "try again when squeue answers; two jobs in one run folder would spoil it"
             raise SiteError("Slurm does not answer: the run may still be queued or running", where=str(folder), next_step=hint)
     elif not now.ended:
-        raise UserError(f"the run is still {now.word}", where=str(folder), next_step=f"miles-submit status {folder}")
+        hint = f"miles-submit status {shlex.quote(str(folder))}"
+        raise UserError(f"the run is still {now.word}", where=str(folder), next_step=hint)
     config = amendment.amended(folder, config, overrides)
     if now.word == "done" and config.run.steps <= before.get("steps", 0):
         hint = f"to train longer: miles-submit resume {shlex.quote(str(folder))} --set run.steps=N"
@@ -185,7 +187,7 @@ def _job_in_new_folder(config: Config, cluster: str, replace_main: tuple[Program
         except FileExistsError:
             if not config.run.folder:
                 continue  # another submission took the number
-            hint = f"miles-submit resume {job.folder}, or another run.folder"
+            hint = f"miles-submit resume {shlex.quote(str(job.folder))}, or another run.folder"
             raise UserError("the run folder exists", where=str(job.folder), next_step=hint) from None
         except OSError as error:
             what, hint = f"the run folder cannot be made: {error.strerror}", "set run.folder to a place that you may write to"
@@ -226,11 +228,21 @@ def _submit(job: JobSpec, config: Config, without_slurm: bool, keep: Mapping[str
     durable.replace(paths.job, json.dumps(record, indent=1))
     try:
         record["job_id"] = str(local.start(job)) if without_slurm else _sbatch(job)
+        durable.replace(paths.job, json.dumps(record, indent=1))
     except BaseException:
+        _withdraw(record, job.folder)
         if before is not None:
             durable.replace(paths.job, before)
         raise
-    durable.replace(paths.job, json.dumps(record, indent=1))
+
+
+def _withdraw(record: Mapping[str, Any], folder: Path) -> None:
+    """End a job, if there is one, that the run folder cannot name: a second one would be submitted beside it."""
+    job_id = record["job_id"]
+    if job_id and record["scheduler"] == "local":
+        local.cancel(int(job_id), folder)
+    elif job_id and (problem := controller.order("scancel", job_id)):
+        print(f"job {job_id} of {folder} is not wanted and could not be cancelled: {problem}", file=sys.stderr)
 
 
 def _sbatch(job: JobSpec) -> str:

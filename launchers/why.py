@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_hpc.errors import UserError
-from miles_hpc.launchers import autopsy, controller, evidence, verdict
+from miles_hpc.launchers import amendment, autopsy, controller, evidence, verdict
 from miles_hpc.launchers.evidence import Heartbeat
 from miles_hpc.launchers.state import state_of
 from miles_hpc.launchers.verdict import Verdict
@@ -47,6 +47,7 @@ def text(paths: RunPaths, number: int, found: Verdict, values: dict[str, Any]) -
 
 
 def _rows(paths: RunPaths, number: int, found: Verdict, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "changed", amendment.sentence(amendment.changes(paths, number))
     yield "what", found.error
     yield "where", found.where
     yield "frame", str(values.get("frame", ""))

@@ -2,7 +2,7 @@
 
 <folder>/config.toml  job.sbatch  job.log  job.json  provenance.json  ledger.jsonl  events.jsonl
          attempts/NNN/{train,rollout,engine}-RRRR.log  attempts/NNN/{start,health,verdict}.json  attempts/NNN/launcher.log
-         attempts/NNN/stacks/{train,rollout}-RRRR.txt
+         attempts/NNN/config.toml  attempts/NNN/stacks/{train,rollout}-RRRR.txt
          samples/step-SSSSSS/{rollout-RRRR-III.h5,drafts-RRRR-III.h5,train-RRRR.h5}
          checkpoints/step-SSSSSS/  export/  model/  tensorboard/{train,rollout}/  heartbeat/
 """
@@ -106,8 +106,12 @@ class RunPaths:
         return self.attempt(attempt) / "health.json"
 
     def start(self, attempt: int) -> Path:
-        """Where and from which checkpoint the attempt started (JSON)."""
+        """When and where the attempt started, how many steps were complete, and which keys had changed (JSON)."""
         return self.attempt(attempt) / "start.json"
+
+    def attempt_config(self, attempt: int) -> Path:
+        """The resolved configuration as it was when the attempt started."""
+        return self.attempt(attempt) / "config.toml"
 
     def verdict(self, attempt: int) -> Path:
         """How and why the attempt ended (JSON)."""

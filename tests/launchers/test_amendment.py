@@ -5,8 +5,9 @@ import json
 import pytest
 
 from miles_hpc import config as configuration
+from miles_hpc import durable, verdicts
 from miles_hpc.errors import SiteError, UserError
-from miles_hpc.launchers import amendment, cli, local, submission
+from miles_hpc.launchers import amendment, batch, cli, local, submission
 from miles_hpc.paths import RunPaths
 
 
@@ -72,6 +73,55 @@ def test_the_file_is_there_before_the_job_and_as_it_was_without_one(ended, monke
     with pytest.raises(SiteError):
         submission.resume(ended.folder, ["train.lr=0.5"], without_slurm=True)
     assert (seen, ended.config.read_text()) == ([0.5], before)
+
+
+def test_a_job_that_the_run_folder_cannot_name_is_ended(ended, monkeypatch):
+    """A disk that is full just then: else the next resume would start a second one beside it."""
+    before, replace, cancelled = ended.job.read_text(), durable.replace, []
+
+    def full(file, text):
+        if '"job_id": "4242"' in text:
+            raise OSError(28, "No space left on device")
+        replace(file, text)
+
+    monkeypatch.setattr(durable, "replace", full)
+    monkeypatch.setattr(local, "start", lambda job: 4242)
+    monkeypatch.setattr(local, "cancel", lambda pid, folder: cancelled.append((pid, folder)))
+    with pytest.raises(OSError, match="No space"):
+        submission.resume(ended.folder, without_slurm=True)
+    assert (cancelled, ended.job.read_text()) == ([(4242, ended.folder)], before)
+
+
+def test_what_was_changed_is_on_record_and_shown(ended, capsys, monkeypatch):
+    """By `--set`, or by hand; whether or not the job that was submitted with it came to an attempt."""
+    ended.start(1).write_text("{}")
+    ended.attempt_config(1).write_text(ended.config.read_text())
+    monkeypatch.setattr(local, "start", lambda job: 999999999)
+    submission.resume(
+        ended.folder, ["train.lr=0.5", "warm_start.data=scoring:reward", "warm_start.steps=2"], without_slurm=True
+    )
+    submission.resume(ended.folder, ["slurm.setup=[]"], without_slurm=True)
+    assert batch.begin(ended.folder) == "002"
+    verdicts.write(ended, 2, kind="bug")
+    said = 'train.lr 0.001 -> 0.5, slurm.setup ["module load cuda/13"] -> [], warm_start.data none -> "scoring:reward"'
+    assert f"attempt 2 on localhost; changed: {said}" in capsys.readouterr().err
+    for command in (["why"], ["status"], ["report"]):
+        assert cli.main([*command, str(ended.folder)]) == 0
+        shown = capsys.readouterr().out
+        assert "train.lr 0.001 -> 0.5" in shown and 'warm_start.data none -> "scoring:reward"' in shown, shown
+    assert cli.main(["report", "--json", str(ended.folder)]) == 0
+    found = json.loads(capsys.readouterr().out)["changes"]
+    assert list(found) == ["2"] and found["2"]["train.lr"] == [0.001, 0.5] and found["2"]["warm_start.steps"] == [None, 2]
+    batch.begin(ended.folder)
+    assert amendment.changes(ended, 3) == {}
+
+
+@pytest.mark.parametrize("text", [None, "", "[train", "\udcff"])
+def test_without_a_record_of_the_attempt_before_nothing_was_changed(ended, text):
+    if text is not None:
+        ended.attempt_config(1).write_text(text, errors="surrogateescape")
+    ended.attempt(2).mkdir()
+    assert amendment.noted(ended, 2) == {} and ended.attempt_config(2).read_text() == ended.config.read_text()
 
 
 @pytest.mark.parametrize("command", ["why", "status"])

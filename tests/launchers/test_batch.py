@@ -144,6 +144,45 @@ def test_colocated_ranks_of_both_roles_are_on_the_nodes_of_training(paths, launc
     assert paths.hosts(1).read_text().split() == ["n1", "n1", "n2", "n2"] * 2
 
 
+@pytest.mark.parametrize(
+    ("partitions", "nodes", "action"),
+    [
+        (["gpu", "gpu"], 4, "stop"),  # 2 and 2 of the 3 that are left
+        (["gpu", "gpu"], 5, "requeue"),
+        (["train", "rollout"], 3, "requeue"),
+        (["train", "rollout"], 2, "stop"),
+        (["gpu", "gpu"], 0, "requeue"),  # Slurm does not say
+    ],
+)
+def test_a_job_goes_back_to_the_queue_only_if_its_partitions_have_enough_other_nodes(
+    paths, monkeypatch, partitions, nodes, action
+):
+    monkeypatch.setattr(controller, "usable_nodes", lambda partition: tuple(f"n{i}" for i in range(nodes)))
+    monkeypatch.setattr(batch.requeue, "send_back", lambda job_id, avoid: "")
+    for group, (partition, names) in enumerate(zip(partitions, ("n[0-1]", "n[2-3]"), strict=True)):
+        monkeypatch.setenv(f"SLURM_JOB_NODELIST_HET_GROUP_{group}", names)
+        monkeypatch.setenv(f"SLURM_JOB_PARTITION_HET_GROUP_{group}", partition)
+    batch.begin(paths.folder)
+    assert end(paths, 1, kind="bad_node", nodes=["n1"]) == action
+
+
+def test_of_attempts_long_ago_the_next_step_names_no_log_that_is_gone(paths, monkeypatch):
+    monkeypatch.setattr(batch, "ATTEMPTS_IN_FULL", 2)
+    hints = [
+        "miles-submit logs RUN --role train --rank 0 --attempt 1; stacks",
+        "mend the file",
+        "miles-submit logs RUN --attempt 3",
+    ]
+    for number, hint in enumerate(hints, start=1):
+        batch.begin(paths.folder)
+        paths.log(number, "train", 0).touch()
+        end(paths, number, kind="preempted", next=hint)
+    batch.begin(paths.folder)
+    assert [paths.log(number, "train", 0).exists() for number in (1, 2, 3)] == [False, False, True]
+    found = [verdict.read(paths, number).next for number in (1, 2, 3)]
+    assert found[0].endswith(f"are removed; miles-submit logs {paths.folder} --role job") and found[1:] == hints[1:]
+
+
 def test_no_fourth_attempt_without_progress(paths, capsys):
     for number in (1, 2, 3):
         assert batch.begin(paths.folder) == f"{number:03d}"

@@ -35,6 +35,7 @@ KEYS = [
     "wall_seconds",
     "phase_seconds",
     "export_path",
+    "changes",
 ]
 
 
