@@ -97,7 +97,7 @@ class Run:
         (self.folder / "hold").write_text(f"{phase} {step}")
 
     def release(self) -> None:
-        (self.folder / "hold").unlink(missing_ok=True)
+        (self.folder / "hold").write_text("")  # not removed: somebody may be about to read it
 
     def wait(self, reached: Callable[[], object], seconds: float = 300) -> None:
         end = time.monotonic() + seconds

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_hpc.launchers import state, submission
+from miles_hpc.launchers import controller, state, submission
 from miles_hpc.launchers.cluster import Cluster, Settings
 from miles_hpc.paths import RunPaths
 
@@ -61,6 +61,7 @@ def slurm(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """The cluster, in this process's environment."""
     for name, value in cluster.exports().items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(controller, "BRIEF", controller.PATIENT)  # on a busy machine slow is not silent
     return cluster
 
 
