@@ -17,6 +17,7 @@ from typing import Any
 
 from miles_hpc import config as configuration
 from miles_hpc import disk, verdicts
+from miles_hpc.errors import MilesError
 from miles_hpc.launchers import amendment, autopsy, controller, history, nodes, policy, requeue, verdict
 from miles_hpc.launchers.verdict import Attempt, Situation
 from miles_hpc.paths import RunPaths
@@ -164,6 +165,14 @@ def _say(paths: RunPaths, attempt: int, action: str) -> None:
 
 def main(arguments: list[str]) -> int:
     """`begin RUN`, `end RUN ATTEMPT CODE SIGNAL` or `setup-failed RUN CODE LINE`."""
+    try:
+        return _answer(arguments)
+    except MilesError as error:  # such as a config.toml that somebody has damaged since
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _answer(arguments: list[str]) -> int:
     match arguments:
         case ["begin", run]:
             if (attempt := begin(Path(run))) is None:

@@ -112,8 +112,14 @@ def cluster_name(patience: float) -> str:
 
 
 def partitions() -> dict[str, Partition]:
-    """Partitions by name."""
-    return parse_partitions(_ask("sinfo", "--noheader", "--noconvert", "--format=%P|%D|%c|%m|%G"))
+    """Partitions by name.
+
+    Raises:
+        SiteError: Slurm names none, or does not answer.
+    """
+    if not (found := parse_partitions(_ask("sinfo", "--noheader", "--noconvert", "--format=%P|%D|%c|%m|%G"))):
+        raise SiteError("Slurm names no partition", where="sinfo", next_step="try again when `sinfo -s` shows some")
+    return found
 
 
 def parse_partitions(text: str) -> dict[str, Partition]:

@@ -49,7 +49,7 @@ class RunPaths:
 
     @property
     def provenance(self) -> Path:
-        """Commit, package versions, seed, nodes (JSON)."""
+        """Commit, package versions, seed, command and host of the submission (JSON)."""
         return self.folder / "provenance.json"
 
     @property

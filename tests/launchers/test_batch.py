@@ -252,6 +252,13 @@ def test_the_command_line_prints_what_the_script_reads(paths, capsys):
     assert batch.main([]) == 2
 
 
+def test_a_configuration_that_was_damaged_is_named_without_a_traceback(paths, capsys):
+    paths.config.write_text("[train")
+    assert batch.main(["begin", str(paths.folder)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: not valid TOML") and str(paths.config) in said.err
+
+
 def test_a_rank_that_failed_because_another_was_killed_is_not_the_one_to_blame(paths):
     batch.begin(paths.folder)
     said = "srun: error: t0: task 0: Killed\nsrun: error: r0: task 0: Exited with exit code 1\n"

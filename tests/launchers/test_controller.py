@@ -66,6 +66,12 @@ def test_no_slurm_names_both_ways_out(no_slurm):
     assert "--local" in raised.value.next_step
 
 
+def test_a_slurm_that_names_no_partition_is_not_one_without_the_wanted_one(monkeypatch):
+    monkeypatch.setattr(controller, "_ask", lambda *command: "")
+    with pytest.raises(SiteError, match="Slurm names no partition"):
+        controller.partitions()
+
+
 def test_sizes_of_an_outer_job_are_forgotten(no_slurm, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_NTASKS", "64")
