@@ -6,6 +6,7 @@ that no LD_LIBRARY_PATH has to be exported (it would leak into jobs and shadow t
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def fetch(home: Path) -> Path:
         the prefix, with `usr/bin` and `usr/sbin`.
 
     Raises:
-        SiteError: no apt, no network, or no such packages; the next step is `--local`.
+        SiteError: no apt, no network, no such packages, or no space; the next step is `--local`.
     """
     prefix, complete = home / "prefix", home / "prefix" / ".complete"
     if complete.exists():
@@ -92,8 +93,16 @@ def _unpack(home: Path, packages: Iterable[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _download(home, folder, list(packages))
     for package in folder.glob("*.deb"):
-        subprocess.run(["dpkg-deb", "-x", package, home / "prefix"], check=True)
+        _run("dpkg-deb", "-x", package, home / "prefix")
         package.unlink()
+
+
+def _run(*command: str | Path) -> None:
+    """Raises: SiteError with what the program said, such as of a full disk."""
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        what = f"{Path(command[0]).name} failed: {result.stderr.strip()[-400:]}"
+        raise SiteError(what, where=str(command[-1]), next_step=f"df -h {shlex.quote(str(command[-1]))}, or {NO_PACKAGES}")
 
 
 def _download(home: Path, folder: Path, packages: list[str]) -> None:
@@ -160,7 +169,7 @@ def _relocate(prefix: Path, patchelf: str) -> None:
         up = "/".join([".."] * (len(file.relative_to(prefix).parts) - 1))
         folders = (f"usr/lib/{arch}/slurm-wlm", f"usr/lib/{arch}", f"lib/{arch}")
         path = ":".join(f"$ORIGIN/{up}/{folder}" for folder in folders)
-        subprocess.run([patchelf, "--force-rpath", "--set-rpath", path, file], check=True)
+        _run(patchelf, "--force-rpath", "--set-rpath", path, file)
 
 
 def _elf_files(prefix: Path) -> list[Path]:

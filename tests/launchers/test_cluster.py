@@ -1,5 +1,6 @@
 import fcntl
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -101,6 +102,14 @@ def test_unusable_package_lists_are_replaced_by_private_ones(tmp_path, monkeypat
     packages._download(tmp_path, tmp_path, ["slurmd"])
     assert [call[-1] for call in calls] == ["slurmd", "update", "slurmd"]
     assert f"Dir::State::lists={tmp_path}/apt/lists" in calls[1]
+
+
+@pytest.mark.skipif(not shutil.which("dpkg-deb"), reason="no Debian")
+def test_a_package_that_cannot_be_unpacked_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(packages, "_download", lambda home, folder, names: (folder / "x.deb").write_text("cut off"))
+    with pytest.raises(SiteError, match=r"dpkg-deb failed: .*x\.deb") as raised:
+        packages._unpack(tmp_path, ["x"])
+    assert str(tmp_path / "prefix") in raised.value.where and "--local" in raised.value.next_step
 
 
 def test_no_packages_to_be_had_points_to_local(tmp_path, monkeypatch):
