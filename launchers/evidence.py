@@ -93,8 +93,8 @@ def refine(found: Verdict, seen: Evidence) -> dict[str, str]:
 
 def collateral(found: Verdict, seen: Evidence) -> bool:
     """True where another rank was lost, which is to be named: this one failed in a collective with it, or failed or left after
-    TERM because srun ended the step."""
-    ended = found.kind == "preempted" and (bool(found.error) or found.signal == signal.SIGTERM)
+    TERM because srun ended the step. USR2 is no word of srun: a rank that obeys it while it starts takes the others with it."""
+    ended = found.kind == "preempted" and found.signal == signal.SIGTERM
     another = any(map(_by_itself, of_others(found, seen).losses))
     return (ended or found.kind == "peer_lost") and another and _of_allocation(seen) is None
 

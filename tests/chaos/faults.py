@@ -97,24 +97,24 @@ def kill_engine(process: str, subject: Subject, rank: int) -> None:
 def warn(subject: Subject, rank: int) -> None:
     """USR2 to all ranks, again and again, as some Slurms send it."""
     for _ in range(5):
-        _slurm(subject, "scancel", "--signal=USR2", subject.job_id)
+        slurm(subject, "scancel", "--signal=USR2", subject.job_id)
         time.sleep(0.1)
 
 
 def warn_shell(subject: Subject, rank: int) -> None:
     """USR2 to the batch shell, again and again."""
     for _ in range(5):
-        _slurm(subject, "scancel", "--batch", "--signal=USR2", subject.job_id)
+        slurm(subject, "scancel", "--batch", "--signal=USR2", subject.job_id)
         time.sleep(0.1)
 
 
 def node_down(subject: Subject, rank: int) -> None:
     node = subject.beat(rank)["node"]
-    _slurm(subject, "scontrol", "update", f"nodename={node}", "state=down", "reason=chaos")
+    slurm(subject, "scontrol", "update", f"nodename={node}", "state=down", "reason=chaos")
 
 
 def requeue(subject: Subject, rank: int) -> None:
-    _slurm(subject, "scontrol", "requeue", subject.job_id)
+    slurm(subject, "scontrol", "requeue", subject.job_id)
 
 
 def controller_gone(subject: Subject, rank: int) -> None:
@@ -151,7 +151,8 @@ def dropped(what: str, subject: Subject, rank: int, since: float) -> bool:
     return any(line["fate"] == "reward_error" and line["prompt_id"] == subject.planned[what] for line in subject.ledger())
 
 
-def _slurm(subject: Subject, *command: str) -> None:
+def slurm(subject: Subject, *command: str) -> None:
+    """Tell the private Slurm something."""
     subprocess.run(command, env=subject.cluster._environment(), check=True, capture_output=True, timeout=30)
 
 

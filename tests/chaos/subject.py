@@ -4,6 +4,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from miles_hpc.paths import RunPaths
 
 Line = dict[str, Any]
 LOOK_SECONDS = 5.0
+LOOKER = ThreadPoolExecutor(1, "asks Slurm")
+"""Beside the one who waits: the moment to be met may be shorter than Slurm's answer takes."""
 
 
 class GaveUp(AssertionError):
@@ -96,14 +99,16 @@ class Subject:
             GaveUp: not in time, or the run has ended before.
         """
         end = time.monotonic() + seconds
-        look = time.monotonic() + LOOK_SECONDS
+        look, found = time.monotonic() + LOOK_SECONDS, None
         while not (value := reached()):
             if (now := time.monotonic()) > end:
                 raise GaveUp(f"not within {seconds:.0f} s: {what}")
-            if now > look:
-                look = now + LOOK_SECONDS
-                if (found := state.state_of(self.paths.folder)).ended and not reached():
-                    raise GaveUp(f"the run ended ({found.word}) before {what}")
+            if found and found.done():
+                if found.result().ended and not reached():
+                    raise GaveUp(f"the run ended ({found.result().word}) before {what}")
+                look, found = now + LOOK_SECONDS, None
+            elif now > look and not found:
+                found = LOOKER.submit(state.state_of, self.paths.folder)
             time.sleep(0.005)
         return value
 

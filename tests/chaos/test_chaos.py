@@ -4,6 +4,7 @@ How long anything takes is a matter of load, and not judged here.
 """
 
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from miles_hpc.launchers import cli, node, state
 
 sys.path.append(str(Path(__file__).parent))
 import storage
-from faults import ENGINE_A, ENGINE_B, FAULTS, TRAINER, death
+from faults import ENGINE_A, ENGINE_B, FAULTS, TRAINER, death, slurm
 from harness import differences, finish, interrupted, planned, private_cluster, start, strike
 
 pytestmark = [pytest.mark.slurm, pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -75,11 +76,19 @@ def test_what_is_damaged_is_named_and_the_newest_valid_is_found(name, on_disk):
 @pytest.mark.long
 def test_neither_a_time_limit_nor_a_cancel_leaves_a_process(cluster, tmp_path):
     """The time limit ends the first attempt, the user the second."""
-    run = start(cluster, tmp_path / "ends", [(5000, FAULTS[0])], "slurm.time_minutes=2", "slurm.warning_seconds=20")
-    ends(run, 1, "time_limit", lambda: None)
+    run = start(cluster, tmp_path / "ends", [(5000, FAULTS[0])], "slurm.warning_seconds=20")
+    began = time.time()
+    ends(run, 1, "time_limit", lambda: limit_minutes(run, 2 + (time.time() - began) // 60))
+    limit_minutes(run, 30)  # the job keeps its limit when it is requeued
     ends(run, 2, "preempted", lambda: cli.main(["cancel", str(run.paths.folder)]))
     run.until(lambda: state.state_of(run.paths.folder).ended, "the end")
     assert list(node.stale(run.paths.folder)) == []
+
+
+def limit_minutes(run, minutes):
+    """Since the start of the job."""
+    for component in (0, 1):
+        slurm(run, "scontrol", "update", f"jobid={run.job_id}+{component}", f"timelimit={minutes:.0f}")
 
 
 def ends(run, attempt, kind, end):
@@ -88,21 +97,22 @@ def ends(run, attempt, kind, end):
     processes = run.processes()
     assert sum("scheduler" in process.name() for process in processes) == 2  # SGLang's, children of the engines' hosts
     end()
-    assert psutil.wait_procs(processes, timeout=200)[1] == []
+    assert psutil.wait_procs(processes, timeout=300)[1] == []
     run.until(lambda: run.verdict(attempt).get("kind") == kind, f"the verdict {kind}", 60)
 
 
 @pytest.mark.long
 def test_interrupted_at_step_0_at_the_end_of_an_epoch_and_at_the_last_step(cluster, tmp_path):
-    """An epoch of 48 prompts ends with step 2 and with the last step."""
+    """An epoch of 48 prompts ends with every third step. The last checkpoint is met while it is written, or never."""
     rows = [f'{{"prompt": "{i % 9} + {i // 9 + 1} =", "label": "{i % 9 + i // 9 + 1}"}}\n' for i in range(48)]
-    moments = [(0, "train"), (3, "checkpoint"), (5, "train"), (6, "checkpoint")]
+    moments = [(0, "train"), (3, "checkpoint"), (5, "train"), (9, "checkpoint")]
     plan = [(step, death(f"SIGKILL in {phase} {step}", TRAINER, phase)) for step, phase in moments]
     plan.insert(2, (4, death("SIGKILL of an engine's rank", ENGINE_A, "rollout")))
+    plan = [(step, replace(fault, abrupt=False)) for step, fault in plan]
     (tmp_path / "prompts.jsonl").write_text("".join(rows))
     runs = {}
     for name in ("undisturbed", "chaos"):
-        overrides = ("run.steps=6", f"data.prompts={tmp_path / 'prompts.jsonl'}")
+        overrides = ("run.steps=9", f"data.prompts={tmp_path / 'prompts.jsonl'}")
         runs[name] = start(cluster, tmp_path / name, plan, *overrides)
         outcomes = strike(runs[name], plan, tmp_path / "faults.jsonl") if name == "chaos" else []
         finish(runs[name])

@@ -68,10 +68,11 @@ def test_a_killed_rank_is_named(said, notes):
     ("number", "error", "state", "lost", "expected"),
     [
         (signal.SIGTERM, "", "RUNNING", 9, True),  # it left in order, since another had died
-        (0, "the engine's host process ended", "RUNNING", 9, True),
+        (signal.SIGTERM, "the engine's host process ended", "RUNNING", 9, True),
         (signal.SIGTERM, "", "PREEMPTED", 9, False),
         (signal.SIGTERM, "", "RUNNING", 15, False),
         (signal.SIGUSR2, "", "RUNNING", 9, False),
+        (signal.SIGUSR2, "SIGUSR2 before the first step", "RUNNING", 9, False),
     ],
 )
 def test_a_rank_that_left_because_another_died_does_not_say_why_the_attempt_ended(number, error, state, lost, expected):
