@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable
 from typing import Any
 
-from miles_hpc import edges
+from miles_hpc import edges, sections
 from miles_hpc.attach import attach_object
 from miles_hpc.config import Config
 from miles_hpc.paths import RunPaths
@@ -33,11 +33,11 @@ class Archive:
     Args:
         paths: of the run.
         store: what the backend function returned, see `protocols.CheckpointStore`.
-        keep: newest versions kept in it.
+        rules: what is kept in it, as in the run folder.
     """
 
-    def __init__(self, paths: RunPaths, store: Any, keep: int) -> None:
-        self.paths, self.store, self.keep = paths, store, keep
+    def __init__(self, paths: RunPaths, store: Any, rules: sections.Checkpoint) -> None:
+        self.paths, self.store, self.rules = paths, store, rules
 
     @classmethod
     def of(cls, config: Config, paths: RunPaths) -> "Archive | None":
@@ -48,12 +48,12 @@ class Archive:
         """
         if not (name := config.checkpoint.backend):
             return None
-        return cls(paths, attach_object(config, KEY, name, paths.folder, METHODS), config.checkpoint.keep)
+        return cls(paths, attach_object(config, KEY, name, paths.folder, METHODS), config.checkpoint)
 
     def put(self, version: int) -> None:
-        """Store the checkpoint of `version`, then remove all but the newest `keep`. Raises: EdgeError."""
+        """Store the checkpoint of `version`, then remove those that the rules no longer keep. Raises: EdgeError."""
         self._call(self.store.put, version, self.paths.checkpoint(version))
-        for old in self.versions()[: -self.keep]:
+        for old in self.rules.outdated(self.versions()):
             self._call(self.store.remove, old)
 
     def fetch(self) -> None:

@@ -130,12 +130,12 @@ class Checkpoints:
 
     def _prune(self) -> None:
         """Remove old ones, what attempts that ended while saving left behind, and samples that nobody needs any more."""
-        found, every = self.paths.saved_steps(), self.rules.keep_every
-        recent, old = found[-self.rules.keep :], found[: -self.rules.keep]
+        found = self.paths.saved_steps()
         unfinished = self.paths.checkpoints.glob(".step-*")
-        for folder in [*(self.paths.checkpoint(version) for version in old if not every or version % every), *unfinished]:
+        for folder in [*map(self.paths.checkpoint, self.rules.outdated(found)), *unfinished]:
             shutil.rmtree(folder)
         if self.rules.keep_samples:
+            recent = found[-self.rules.keep :]
             # A resume from any of the recent checkpoints takes the samples from its step on from the disk.
             _remove_samples(self.paths, min(recent[0], recent[-1] - self.rules.keep_samples))
 

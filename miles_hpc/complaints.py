@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -76,9 +77,12 @@ def _about(key: str, name: str) -> bool:
 def _line(text: str, path: list[str]) -> int:
     """Number of the line with the key, or with the table that it is in or that it is; 0: not to be seen."""
     table: list[str] = []
+    tables = Counter[str]()
     for number, line in enumerate(text.splitlines(), 1):
-        if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
-            table = header[1].split(".")
+        if header := re.match(r"\s*(\[{1,2})\s*([\w.-]+)\s*\]", line):
+            name = header[2]
+            table = [*name.split("."), *([str(tables[name])] if header[1] == "[[" else [])]
+            tables[name] += 1
             if table == path:
                 return number
         elif key := re.match(r"\s*([\w.-]+)\s*=", line):

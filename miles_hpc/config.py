@@ -127,7 +127,7 @@ def _layout_problems(c: Config) -> Iterable[str]:
     ranks, tp, ep = c.slurm.train.ranks, c.train.tensor_parallel, c.train.expert_parallel
     if ranks % tp:
         yield f"slurm.train has {ranks} ranks, not divisible by train.tensor_parallel = {tp}; {_divisors(ranks)} would fit"
-    elif (ranks // tp) % ep and ranks % ep:
+    elif ranks % ep:
         yield f"slurm.train has {ranks} ranks, not divisible by train.expert_parallel = {ep}; {_divisors(ranks)} would fit"
     dp = max(1, ranks // tp)
     unit, samples = dp * c.train.mini_batches, c.samples_per_step

@@ -179,7 +179,7 @@ class CheckpointStore(Protocol):
         """Copy a checkpoint back into an empty folder."""
 
     def remove(self, version: int) -> None:
-        """Forget one; called for all but the newest `checkpoint.keep`."""
+        """Forget one that `checkpoint.keep` and `checkpoint.keep_every` no longer keep."""
 
 
 class CheckpointBackend(Protocol):

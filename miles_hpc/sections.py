@@ -261,6 +261,10 @@ class Checkpoint(Section):
     keep_samples: Annotated[int, Field(ge=0)] = 0
     """Samples of the newest n steps are kept, and those that a resume may need; 0: of all steps."""
 
+    def outdated(self, versions: list[int]) -> list[int]:
+        """Of the `versions` that are there, ascending, those that are no longer kept."""
+        return [version for version in versions[: -self.keep] if not self.keep_every or version % self.keep_every]
+
 
 class Component(Section):
     """Nodes of one role."""

@@ -91,14 +91,14 @@ def settings(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "own_store", raising=False)
     (tmp_path / "own_store.py").write_text(STORE)
 
-    def named(function: str) -> Config:
+    def named(function: str, **rules: int) -> Config:
         sections = {
             "run": {"name": "t", "steps": 1, "edges_folder": str(tmp_path)},
             "model": {"path": "m"},
             "data": {"prompts": "p.jsonl"},
             "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_new_tokens": 4, "reward": "a:b"},
             "train": {"lr": 0.1},
-            "checkpoint": {"backend": f"own_store:{function}"},
+            "checkpoint": {"backend": f"own_store:{function}", **rules},
         }
         return Config.model_validate(sections)
 
@@ -126,6 +126,16 @@ def test_checkpoints_are_kept_in_the_store_and_fetched_when_the_run_folder_has_l
     assert again.resume(state) == 3 and state.value == 30
     (tmp_path / "archive" / "3" / "value").write_text("31")  # what lies in the run folder is newer than nothing
     assert checkpoints(archive("beside")).resume(state) == 3 and state.value == 30
+
+
+def test_the_store_keeps_what_the_run_folder_keeps(settings, tmp_path):
+    paths, made = RunPaths(tmp_path / "run"), settings("beside", keep=2, keep_every=2)
+    paths.folder.mkdir()
+    archive = Archive.of(made, paths)
+    kept = Checkpoints(paths, made.checkpoint, lambda: None, True, archive)
+    for version in range(1, 7):
+        kept.save(State(version), version)
+    assert archive.versions() == paths.saved_steps() == [2, 4, 5, 6]
 
 
 def test_a_damaged_copy_is_passed_over(archive, tmp_path):

@@ -90,6 +90,19 @@ def test_wrong_type_or_value_names_the_key(file, override, key):
     assert key in message and str(file) in message
 
 
+LAST = MINIMAL[MINIMAL.index("rollout") :]
+FILTERS = """train.lr = 1e-6
+[rollout]
+prompts_per_step = 8
+samples_per_prompt = 4
+max_new_tokens = 16
+reward = "rewards:exact"
+[[rollout.filters]]
+function = "a:b"
+[[rollout.filters]]
+"""
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line"),
     [
@@ -99,6 +112,8 @@ def test_wrong_type_or_value_names_the_key(file, override, key):
         ("train = { lr = 1e-6 }", "train.lr = 1e-6\n[trian]\nlr = 1", 7),
         ("train = { lr = 1e-6 }", "[train]\nlr = 1e-6\nmini_batches = 3", 5),  # the first key that the message names
         ("train = { lr = 1e-6 }", "train.lr = 1e-6\n[slurm.train]\nnodes = 1\ngpus = 1", 9),
+        (LAST, f"{FILTERS}function = 'c'", 14),
+        (LAST, f"{FILTERS}function = 'c:d'\nfunctoin = 1", 15),
     ],
 )
 def test_the_line_that_is_to_blame(file, old, new, line):
