@@ -173,7 +173,17 @@ class _Experts(torch.autograd.Function):
 
 
 def products(x: Tensor, weights: Tensor | Sequence[Tensor], ends: Tensor, transpose: bool = False) -> Tensor:
-    """Rows of `x` times the matrix of their expert, or its transpose."""
+    """Rows of `x`, sorted by expert, times the matrix of their expert.
+
+    Args:
+        x: [rows, k].
+        weights: per expert [k, n], or [n, k] with `transpose`.
+        ends: [experts] int32, one past the last row of each expert.
+        transpose: times the transposed matrix.
+
+    Returns:
+        [rows, n].
+    """
     if _grouped(x):
         whole = weights if isinstance(weights, Tensor) else torch.stack(list(weights))
         return F.grouped_mm(x, whole.transpose(1, 2) if transpose else whole, offs=ends)
@@ -187,7 +197,7 @@ def products(x: Tensor, weights: Tensor | Sequence[Tensor], ends: Tensor, transp
 
 
 def outer(left: Tensor, right: Tensor, ends: Tensor) -> list[Tensor]:
-    """Weight gradients; zero for an expert without tokens."""
+    """Weight gradients, per expert [k, n] from rows [rows, k] and [rows, n]; zero for an expert without tokens."""
     if _grouped(left):
         return list(F.grouped_mm(left.t(), right, offs=ends).unbind())
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()

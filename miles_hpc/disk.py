@@ -27,11 +27,11 @@ def size(path: Path) -> int:
 
 def checkpoint_bytes(paths: RunPaths) -> int:
     """Size of the newest checkpoint, by its manifest; 0 before there is one."""
-    for folder in sorted(paths.checkpoints.glob("step-*"), reverse=True):
+    for step in reversed(paths.saved_steps()):
         try:
-            files = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
+            files = json.loads((paths.checkpoint(step) / "manifest.json").read_text(encoding="utf-8"))["files"]
             return sum(int(length) for length, _ in files.values())
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
     return 0
 

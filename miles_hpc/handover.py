@@ -9,7 +9,6 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from miles_hpc.errors import SyncError, WorldError
 from miles_hpc.fused import Fused, different
 from miles_hpc.heartbeat import Heartbeat
 from miles_hpc.layout import Layout
+from miles_hpc.round import Complete
 from miles_hpc.sync import Mailbox, Report
 from miles_hpc.world import World
 
@@ -34,15 +34,6 @@ BUCKETS = 2
 MARGIN = 1.25
 SHARED_MIB = BUCKET_MIB | {"cuda": 2048}
 """Each is a call of the engine, and its keys and values are not there yet."""
-
-
-@dataclass(frozen=True)
-class Complete:
-    """End of a version: what every engine must hold now."""
-
-    version: int
-    digests: list[dict[str, str]]
-    """For each worker of an engine, by engine tensor."""
 
 
 class Giver(ABC):

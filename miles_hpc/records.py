@@ -87,7 +87,7 @@ def row(record: Mapping[str, Any], columns: Data, where: str) -> Row:
     _check_text(prompt, columns.prompt_column, where)
     metadata = record.get(columns.metadata_column)
     if isinstance(metadata, str):
-        metadata = _mapping(metadata, where)
+        metadata = _mapping(metadata, columns.metadata_column, where)
     if not isinstance(metadata, Mapping | None):
         raise DataError(f"{columns.metadata_column} must be a mapping, got {type(metadata).__name__}", where=where)
     return Row(prompt, record.get(columns.label_column), metadata or {})
@@ -103,12 +103,12 @@ def _check_text(prompt: str | list[dict[str, str]], column: str, where: str) -> 
             raise DataError(f"{column} is not valid Unicode: {found}", where=where) from None
 
 
-def _mapping(text: str, where: str) -> Any:
+def _mapping(text: str, column: str, where: str) -> Any:
     """Parquet files often hold nested values as JSON text."""
     try:
         return json.loads(text)
     except (RecursionError, ValueError):
-        raise DataError("metadata is a text that is not JSON", where=where) from None
+        raise DataError(f"{column} is a text that is not JSON", where=where) from None
 
 
 def _is_messages(prompt: Any) -> bool:

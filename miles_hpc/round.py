@@ -50,7 +50,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Complete:
-    """End of a round: what every engine must hold now."""
+    """All of a version has been sent: what every engine must hold now."""
 
     version: int
     digests: list[dict[str, str]]

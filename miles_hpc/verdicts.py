@@ -38,7 +38,7 @@ def write(paths: RunPaths, attempt: int, /, *, kind: str, **fields: object) -> b
     Args:
         kind: done, preempted, time_limit, node_failure, bad_node, rank_died, peer_lost, out_of_memory, hang, diverged,
             user_error or bug.
-        fields: rank, role, host, node, phase, step, signal, exit_code, error, where, next, traceback.
+        fields: rank, role, host, node, phase, step, signal, exit_code, error, where, frame, next, traceback.
     """
     final = paths.verdict(attempt)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def logs(run: Path, role: str, rank: int = -1, attempt: int = 0) -> str:
 
 
 def of_error(error: BaseException, logs: str) -> dict[str, Any]:
-    """Fields of a verdict for an exception: kind, error, where, next and, unless it is the user's, the traceback.
+    """Fields of a verdict for an exception: kind, error, where, next, frame and, unless it is the user's, the traceback.
 
     Args:
         logs: the command to type next where the error itself names nothing.

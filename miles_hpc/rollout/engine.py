@@ -214,10 +214,11 @@ class EngineHost:
         raise EngineDied(f"the engine's host process ended with {_reason(code)} during {doing}{tail}", where=where) from None
 
     def _reap(self) -> None:
-        """End whatever is left of the host's process group."""
+        """End whatever is left of the host's process group; what a broken driver does not let die is left behind."""
         if self._process:
             _end_group(self._process.pid)
-            self._process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(EXIT_SECONDS)
         if self._connection:
             self._messages.put(None)
             self._connection.close()

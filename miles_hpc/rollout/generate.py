@@ -235,18 +235,12 @@ class Generator:
         return Answer(request, output, text, score, self.version)
 
     def _wait(self, groups: list[Group], waited: float) -> float:
-        """A short wait for scores, whose seconds are returned; a reward that hangs is named."""
+        """A short wait for scores and judgements, whose seconds are returned; what hangs is named."""
         started = time.perf_counter()
         time.sleep(POLL_SECONDS)
         self.engine.poll_hook()
         if waited > self.config.rollout.timeout_seconds:
-            answers = [answer for group in groups for answer in group.answers]
-            slow = next((answer for answer in answers if not answer.score.done()), answers[0])
-            raise DeadlineExceeded(
-                f"rollout.reward did not return within {waited:.0f} s",
-                where=f"prompt {slow.request.prompt_id}, sample {slow.request.sample_index}, answer {slow.text[:200]!r}",
-                next_step="give the reward function a time limit of its own, or raise rollout.timeout_seconds",
-            )
+            raise _hangs(groups, waited)
         return time.perf_counter() - started
 
     def _accept(self, step: int, group: Group) -> list[Samples]:
@@ -257,6 +251,17 @@ class Generator:
             raise group.error
         self.reward_errors[group.prompt_id] = f"step {step}: {group.error}"
         return []
+
+
+def _hangs(groups: list[Group], waited: float) -> DeadlineExceeded:
+    """Of groups whose answers are all there: the first answer without a score, else the first group without a judgement."""
+    slow = next((answer for group in groups for answer in group.answers if not answer.score.done()), None)
+    what, where = "rollout.group_reward or a filter", f"prompt {groups[0].prompt_id}"
+    if slow:
+        what = "rollout.reward"
+        where = f"prompt {slow.request.prompt_id}, sample {slow.request.sample_index}, answer {slow.text[:200]!r}"
+    hint = "give the function a time limit of its own, or raise rollout.timeout_seconds"
+    return DeadlineExceeded(f"{what} did not return within {waited:.0f} s", where=where, next_step=hint)
 
 
 def _timing(groups: list[Group], generate: float, reward: float) -> Timing:

@@ -1,8 +1,8 @@
 """Engines with nothing to do answer requests of one that is being started again.
 
 The rank whose engine ended asks all others and goes on with its repair; whoever waits for weights of the next version, with the
-same version in its engine, answers what it was asked, one request after the other, until it is told to stop. Nothing depends on
-an answer: what has none when the engine is back, that engine generates itself. Keyed sampling makes all of them equal.
+same version in its engine, answers what it was asked until it is told to stop. Nothing depends on an answer: what has none when
+the engine is back, that engine generates itself. Keyed sampling makes all of them equal.
 """
 
 from collections.abc import Mapping

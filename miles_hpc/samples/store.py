@@ -97,7 +97,7 @@ def read(shard: Path, deadline: float = VISIBLE_SECONDS) -> Samples:
     while True:
         try:
             return _load(shard)
-        except (FileNotFoundError, OSError) as error:
+        except OSError as error:
             # ENOENT and ESTALE pass on a network filesystem; a damaged file does not.
             if time.monotonic() >= end or not _passing(error):
                 raise SampleError(f"shard cannot be read: {error}", where=str(shard)) from error
@@ -233,4 +233,4 @@ def _check(samples: Samples) -> None:
 
 
 def _passing(error: OSError) -> bool:
-    return isinstance(error, FileNotFoundError) or error.errno == 116  # ESTALE
+    return error.errno in (errno.ENOENT, errno.ESTALE)

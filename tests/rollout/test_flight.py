@@ -18,6 +18,7 @@ from rollout_parts import config
 from miles_hpc import pace
 from miles_hpc.errors import DeadlineExceeded, EngineDied, EngineError
 from miles_hpc.heartbeat import Heartbeat
+from miles_hpc.rollout import engine as engine_module
 from miles_hpc.rollout.conversation import Conversations
 from miles_hpc.rollout.engine import EngineHost
 from miles_hpc.rollout.request import Output, Request
@@ -149,6 +150,19 @@ def test_what_came_while_the_rank_itself_was_stopped_came_in_time(engine: Engine
     monkeypatch.setattr(engine._connection, "poll", lambda seconds: looks.append(seconds) or (len(looks) > 1 and poll(60)))
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 1000 * len(looks))
     assert engine.call("alive", timeout=60) is None
+
+
+def test_a_process_that_cannot_be_killed_does_not_block_its_rank(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one within a broken GPU's driver."""
+    monkeypatch.setattr(engine_module, "EXIT_SECONDS", 0.2)
+    host = psutil.Process(engine.pid)
+    host.suspend()  # its connection is closed: it would end by itself
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "_end_group", lambda leader: None)
+        engine.start()  # another in its place
+        engine.wait_ready()
+        assert host.is_running() and engine.pid != host.pid
+    engine_module._end_group(host.pid)
 
 
 def test_without_recovery_the_death_is_raised(engine: Engine) -> None:

@@ -15,6 +15,7 @@ from rollout_parts import by_index, generator
 
 from miles_hpc.errors import DeadlineExceeded, EdgeError, EngineError
 from miles_hpc.rollout.generate import POLL_SECONDS, Generator
+from miles_hpc.rollout.judge import Judge
 from miles_hpc.rollout.request import Output, Request
 from miles_hpc.samples.schema import Samples
 
@@ -169,6 +170,18 @@ def test_a_reward_that_hangs_is_named() -> None:
     finally:
         release.set()
     assert "prompt 3, sample 0" in caught.value.where
+
+
+def test_a_group_reward_or_filter_that_hangs_is_named() -> None:
+    release = threading.Event()
+    source = generator(by_index, timeout_seconds=0.2)
+    source.judge = Judge(filters=[lambda samples: str(release.wait())])
+    try:
+        with pytest.raises(DeadlineExceeded, match=r"rollout\.group_reward or a filter did not return") as caught:
+            list(source.groups(0, [3], version=0))
+    finally:
+        release.set()
+    assert caught.value.where == "prompt 3"
 
 
 HANGS = """
