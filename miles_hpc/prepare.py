@@ -188,8 +188,10 @@ def _check_tensors(folder: Path) -> None:
             hint = "download or save the model again"
             raise ModelError(f"damaged checkpoint file: {error}", where=str(file), next_step=hint) from None
     index = folder / "model.safetensors.index.json"
-    shards = _facts(index).get("weight_map", {}).values() if index.exists() else ()
-    for name in sorted(set(shards)):
+    shards = _facts(index).get("weight_map") if index.exists() else {}
+    if not isinstance(shards, dict):
+        raise ModelError(f"weight_map = {shards!r:.80}, an object is needed", where=str(index))
+    for name in sorted(set(map(str, shards.values()))):
         if not (folder / name).is_file():
             raise ModelError(f"{index.name} names {name}, which is not there", where=str(folder))
 

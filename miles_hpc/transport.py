@@ -6,6 +6,7 @@ memory, and digests are compared as in `sync.py`.
 """
 
 import itertools
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,11 +77,12 @@ def check(config: Config, paths: RunPaths) -> None:
     if not config.rollout.weight_transport:
         return
     carrier, data = Carrier.of(config, paths), np.arange(256, dtype=np.uint8)
-    carrier.put("check", data)
-    found = carrier.get("check", len(data))
+    key = f"check-{uuid.uuid4().hex}"  # of no earlier attempt, which may have ended before it dropped its own
+    carrier.put(key, data)
+    found = carrier.get(key, len(data))
     if not np.array_equal(found, data):
-        raise edges.wrong(f"{KEY} get('check')", carrier.made.get, "the bytes that were put", bytes(found))
-    carrier.drop("check")
+        raise edges.wrong(f"{KEY} get({key!r})", carrier.made.get, "the bytes that were put", bytes(found))
+    carrier.drop(key)
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,25 @@ class World:
 
     @property
     def address(self) -> str:
-        """Where this rank's host can be reached by all others: loopback if there is only one host."""
-        return "127.0.0.1" if len(set(self.hosts)) == 1 else socket.gethostbyname(socket.gethostname())
+        """Where this rank's host can be reached by all others: loopback if there is only one host.
+
+        Raises:
+            WorldError: the host's name stands for no such address.
+        """
+        if len(set(self.hosts)) == 1:
+            return "127.0.0.1"
+        name = socket.gethostname()
+        try:
+            found = socket.gethostbyname(name)
+            if not found.startswith("127."):
+                return found
+        except OSError as error:
+            found = f"no address ({error})"
+        raise WorldError(
+            f"the host name {name} stands for {found}, where no other node can reach it",
+            where=f"{self.role} rank {self.rank}",
+            next_step="give the node its own address under that name, in DNS or in /etc/hosts",
+        )
 
     def wait(self, request: Any, seconds: float, what: str) -> None:
         """Wait for a non-blocking MPI operation.

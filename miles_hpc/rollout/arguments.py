@@ -54,7 +54,7 @@ def stop_tokens(model_folder: Path) -> list[int]:
     """Token ids that end an answer, as generation_config.json (else config.json) of the checkpoint lists them.
 
     Raises:
-        ModelError: neither file names one.
+        ModelError: neither file names one, or something else than a number or numbers.
     """
     for name in ("generation_config.json", "config.json"):
         file = model_folder / name
@@ -62,8 +62,11 @@ def stop_tokens(model_folder: Path) -> list[int]:
             ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
         except (OSError, ValueError, AttributeError) as error:
             raise ModelError(f"cannot be read: {type(error).__name__}: {error}", where=str(file)) from None
-        if ids is not None:
-            return [ids] if isinstance(ids, int) else list(ids)
+        if ids is not None and ids != []:
+            found = ids if isinstance(ids, list) else [ids]
+            if not all(isinstance(token, int) for token in found):
+                raise ModelError(f"eos_token_id = {ids!r}, a whole number or a list of them is needed", where=str(file))
+            return found
     raise ModelError("no eos_token_id in generation_config.json or config.json", where=str(model_folder))
 
 

@@ -133,6 +133,11 @@ def _facts(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
+def _text(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+INDEX = "model.safetensors.index.json"
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a list": (lambda f: (f / "config.json").write_text("[]"), "a JSON object is needed"),
     "no positions": (_facts(max_position_embeddings=None), "max_position_embeddings = None"),
@@ -143,9 +148,13 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "an empty file": (lambda f: (f / "model.safetensors").write_bytes(b""), "damaged checkpoint file"),
     "a pointer": (lambda f: (f / "model.safetensors").write_text("version https://git-lfs.example"), "damaged checkpoint file"),
     "a missing shard": (
-        lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}'),
+        _text(INDEX, '{"weight_map": {"a": "gone.safetensors"}}'),
         "names gone.safetensors, which is not there",
     ),
+    "an index without a map": (_text(INDEX, '{"weight_map": ["a"]}'), "weight_map = "),
+    "an index of numbers": (_text(INDEX, '{"weight_map": {"a": 1}}'), "names 1,"),
+    "an end in words": (_text("generation_config.json", '{"eos_token_id": "<eos>"}'), "eos_token_id = '<eos>'"),
+    "half an end": (_text("generation_config.json", '{"eos_token_id": [1, 0.5]}'), r"eos_token_id = \[1, 0.5\]"),
     "half a generation_config": (lambda f: (f / "generation_config.json").write_text("{"), "cannot be read"),
     "a list as generation_config": (lambda f: (f / "generation_config.json").write_text("[]"), "cannot be read"),
     "no tokenizer": (lambda f: [file.unlink() for file in f.glob("tokenizer*")], "no usable tokenizer"),
