@@ -28,7 +28,7 @@ def reward(prompt: str, answer: str, label: Any, metadata: dict[str, Any]) -> di
     """1.0 if math-verify finds the label in the answer; `finished` is reported beside it."""
     from math_verify import parse, verify
 
-    # Without its own time-outs: they use signals, which work in a main thread only. It warns of that at every call.
+    # Without its own time-outs: they use signals, which work in a main thread only. It warns of that.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     right = verify(parse(str(label), parsing_timeout=None), parse(answer, parsing_timeout=None), timeout_seconds=None)
     return {"reward": float(right), "finished": float(metadata["finished"])}

@@ -12,7 +12,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 _FENCE = re.compile(r"```(?:python|py)?\s*\n(.*?)```", re.DOTALL)
@@ -32,7 +34,8 @@ def unit_tests(
 
     Args:
         label: the tests: a list whose items are texts of Python that raise where the program is wrong (`assert f(2) == 4`),
-            or mappings with `input` and `output`, the program's standard input and the output it must have.
+            or mappings with `input` and `output`, the program's standard input and the output it must have. A program that
+            ends before such a text has not passed it.
         seconds: wall time of one test.
         memory_mb: address space of one test.
         file_mb: largest file it may write.
@@ -48,7 +51,9 @@ def _passes(program: str, test: Any, seconds: float, memory_mb: int, file_mb: in
     if isinstance(test, Mapping):
         code, output = run(program, str(test["input"]), seconds, memory_mb, file_mb)
         return code == 0 and output.split() == str(test["output"]).split()
-    return run(f"{program}\n{test}\n", "", seconds, memory_mb, file_mb)[0] == 0
+    end = uuid.uuid4().hex  # to leave with exit code 0 before the test would be the easiest way to pass it
+    code, output = run(f"{program}\n{test}\n__import__('os').write(1, b'{end}')\n", "", seconds, memory_mb, file_mb)
+    return code == 0 and end in output
 
 
 def run(program: str, text: str, seconds: float, memory_mb: int, file_mb: int) -> tuple[int, str]:
@@ -63,8 +68,10 @@ def run(program: str, text: str, seconds: float, memory_mb: int, file_mb: int) -
         resource.RLIMIT_CORE: 0,
     }
     with tempfile.TemporaryDirectory(prefix="miles-code-") as folder, tempfile.TemporaryFile(dir=folder) as output:
+        source = Path(folder, "program")  # as an argument it could neither be long nor hold a NUL
+        source.write_bytes(program.encode(errors="replace"))
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _LIMITED, repr({int(k): v for k, v in limits.items()}), program],
+            [sys.executable, "-I", "-c", _LIMITED, repr({int(k): v for k, v in limits.items()}), str(source)],
             stdin=subprocess.PIPE,
             stdout=output,  # a file, so that the limit of file size bounds the output too
             stderr=subprocess.DEVNULL,
@@ -73,7 +80,7 @@ def run(program: str, text: str, seconds: float, memory_mb: int, file_mb: int) -
             start_new_session=True,
         )
         try:
-            process.communicate(text.encode(), timeout=seconds)
+            process.communicate(text.encode(errors="replace"), timeout=seconds)
         except (subprocess.TimeoutExpired, BrokenPipeError):
             pass
         finally:
@@ -85,7 +92,7 @@ def run(program: str, text: str, seconds: float, memory_mb: int, file_mb: int) -
 # Limits are set by the child itself: a preexec_fn may deadlock in a process with threads.
 _LIMITED = """
 import ast, resource, sys
-limits, program = ast.literal_eval(sys.argv[1]), sys.argv[2]
+limits, program = ast.literal_eval(sys.argv[1]), open(sys.argv[2], "rb").read()
 sys.argv[:] = ["program"]
 for kind, value in limits.items():
     resource.setrlimit(kind, (value, value))

@@ -1,5 +1,6 @@
 """A reward service over HTTP: time-out, retries, and a bound on requests under way."""
 
+import http.client
 import json
 import threading
 import time
@@ -29,7 +30,8 @@ def score(
     Args:
         url: of the service, such as `http://host:8000/score`.
         timeout_seconds: of one attempt.
-        retries: further attempts after a time-out, a refused connection or a status of 5xx or 429, each after twice the pause.
+        retries: further attempts after a time-out, a connection that is refused or cut, or a status of 5xx or 429, each after
+            twice the pause.
         concurrency: most requests under way from one rollout rank. `rollout.reward_threads` bounds it too.
 
     Raises:
@@ -55,7 +57,7 @@ def _answer(url: str, body: bytes, timeout: float, retries: int) -> Any:
             reason = f"status {error.code}"
             if error.code < 500 and error.code != 429:
                 break
-        except (OSError, ValueError) as error:  # time-out, refused, not JSON
+        except (OSError, ValueError, http.client.HTTPException) as error:  # time-out, refused, not JSON, cut in the middle
             reason = f"{type(error).__name__}: {error}"
     raise RemoteError(f"{url} gave no reward: {reason}")
 

@@ -100,11 +100,21 @@ def test_code_counts_the_tests_passed():
         "while True: print('x' * 10000)",
         "def f(: pass",
         "import sys; sys.exit(3)",
+        "import sys; sys.exit()",  # before the test
+        "import os; os._exit(0)",
+        "x = '\0'",
         "import time; time.sleep(1000)",
     ],
 )
 def test_code_is_limited(program):
     assert code.unit_tests("p", program, [""], {}, seconds=1.0) == 0
+
+
+@pytest.mark.parametrize(
+    "program", ["#" * 300_000 + "\nx = 1", "x = 1  # \ud800", "import io, sys; sys.stdout = io.StringIO(); x = 1"]
+)
+def test_code_may_look_like_anything(program):
+    assert code.unit_tests("p", program, ["assert x == 1"], {}, seconds=60.0) == 1
 
 
 def test_code_leaves_no_process():
@@ -135,6 +145,8 @@ class Service(BaseHTTPRequestHandler):
             kind.failures -= 1
         status = 503 if kind.failures >= 0 else 400 if body["response"] == "bad" else 200
         self.send_response(status)
+        if body["response"] == "cut":
+            self.send_header("Content-Length", "100")
         self.end_headers()
         self.wfile.write(b"not json" if body["response"] == "text" else json.dumps(float(len(body["response"]))).encode())
 
@@ -162,7 +174,8 @@ def test_remote_retries(url):
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"), [("bad", "status 400"), ("slow", "imeout|timed out"), ("text", "JSONDecodeError")]
+    ("answer", "reason"),
+    [("bad", "status 400"), ("slow", "imeout|timed out"), ("text", "JSONDecodeError"), ("cut", "IncompleteRead")],
 )
 def test_remote_gives_up(url, answer, reason):
     with pytest.raises(remote.RemoteError, match=reason):
