@@ -27,3 +27,4 @@ def replace(file: Path, text: str) -> None:
     temporary.write_text(text, encoding="utf-8")
     fsync(temporary)
     temporary.replace(file)
+    fsync(file.parent)

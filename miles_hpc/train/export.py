@@ -1,6 +1,5 @@
 """A Hugging Face checkpoint folder, written whole or not at all."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,15 +25,16 @@ def write(folder: Path, source: Path, tensors: Iterator[tuple[str, Tensor]], wri
         for _ in tensors:
             pass
         return
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("partial", "old"))
+    for left in (partial, old):  # by an attempt that ended while it wrote
+        shutil.rmtree(left, ignore_errors=True)
     partial.mkdir(parents=True)
     for pattern in COPIED:
         for file in source.glob(pattern):
             if file.name != NOT_COPIED:
                 shutil.copyfile(file, partial / file.name)
     _tensors(partial / "model.safetensors", tensors)
-    _replace(partial, folder)
+    _replace(partial, folder, old)
 
 
 def _tensors(file: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -44,15 +44,12 @@ def _tensors(file: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
     save_file({name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors}, file, metadata={"format": "pt"})
 
 
-def _replace(partial: Path, folder: Path) -> None:
+def _replace(partial: Path, folder: Path, old: Path) -> None:
     for file in partial.iterdir():
         fsync(file)
     fsync(partial)
     if folder.exists():
-        old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
         folder.rename(old)
-        partial.rename(folder)
-        shutil.rmtree(old)
-    else:
-        partial.rename(folder)
+    partial.rename(folder)
     fsync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
