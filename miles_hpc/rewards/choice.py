@@ -6,7 +6,8 @@ from typing import Any
 
 from miles_hpc.rewards.answers import BOXED, boxed
 
-_SAID = re.compile(r"(?:answer|choice|option)\s*(?:is|:)?\s*[\(\[\*]*([A-Z])\b", re.IGNORECASE)
+# A small letter before a word is an article: "the answer is a number".
+_SAID = re.compile(r"(?i:answer|choice|option)\s*(?i:is|:)?\s*[\(\[\*]*([A-Z]\b|[a-z]\b(?!\s+\w))")
 _ALONE = re.compile(r"\b([A-Z])\b")
 
 

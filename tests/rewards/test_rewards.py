@@ -48,7 +48,16 @@ def test_exact_and_f1():
 
 @pytest.mark.parametrize(
     ("answer", "label", "expected"),
-    [("The answer is (B).", "B", 1), (r"\boxed{C}", 2, 1), ("A or B? Answer: a", "A", 1), ("D", "A", 0), ("", "A", 0)],
+    [
+        ("The answer is (B).", "B", 1),
+        (r"\boxed{C}", 2, 1),
+        ("A or B? Answer: a", "A", 1),
+        ("D", "A", 0),
+        ("", "A", 0),
+        ("The answer is a number; I take B", "A", 0),
+        ("the answer is d) or so", "D", 1),
+        ("The answer is B because", "B", 1),
+    ],
 )
 def test_choice(answer, label, expected):
     assert choice.letter("p", answer, label, {}) == expected
