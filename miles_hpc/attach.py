@@ -52,7 +52,9 @@ def attach_object(config: Config, key: str, name: str, folder: Path, methods: Ma
 
 
 def _first_parameter(function: Callable[..., Any]) -> str:
+    """Its name; empty where there is none, or any number of them as in `*args`."""
     try:
-        return next(iter(inspect.signature(function).parameters), "")
+        first = next(iter(inspect.signature(function).parameters.values()), None)
     except (ValueError, TypeError):
         return ""
+    return first.name if first and first.kind is not first.VAR_POSITIONAL else ""

@@ -29,6 +29,15 @@ def score(prompt, answer, label, metadata, bonus=0.0):
 async def later(prompt, answer, label, metadata):
     return 0.25
 
+def counted(function):
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+    return wrapper
+
+@counted
+def decorated(prompt, answer, label, metadata):
+    return 0.75
+
 def best(samples):
     top = max(s.reward for s in samples)
     return [float(s.reward == top) for s in samples]
@@ -145,6 +154,11 @@ def test_rewards_add_up_by_weight_and_are_kept_apart(folder: Path) -> None:
     value, found = score(config(folder, {"rewards": parts}))
     assert found == {"right": 1.5, "right.tokens": 1.0, "form": -0.5, "seen": 0.25}
     assert value == 2 * 1.5 - 0.25
+
+
+def test_a_function_of_any_arguments_is_native(folder: Path) -> None:
+    """As a decorator often makes it; not one whose first argument is the `args` of Miles."""
+    assert score(config(folder, {"reward": "native_edges:decorated"}))[0] == 0.75
 
 
 def test_native_edges_of_every_kind(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
