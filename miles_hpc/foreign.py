@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
+from numbers import Real
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -154,7 +155,7 @@ def _numbers(returned: Any, args: SimpleNamespace) -> Any:
     """A mapping may hold texts too; its reward is under `args.reward_key`, else `reward`, else `score`."""
     if not isinstance(returned, Mapping):
         return returned
-    numbers = {key: value for key, value in returned.items() if isinstance(value, int | float)}
+    numbers = {key: value for key, value in returned.items() if isinstance(value, Real)}  # numpy's too
     key = args.reward_key or ("reward" if "reward" in numbers else "score")
     return numbers | {"reward": numbers[key]} if key in numbers else returned
 

@@ -82,6 +82,10 @@ async def custom_rm(args, sample: Sample, **kwargs) -> float:
 def plain_rm(args, sample):
     return {"score": len(sample.response) / args.scale, "pred": sample.response}
 
+def numpy_rm(args, sample):
+    import numpy
+    return {"score": numpy.float32(0.5), "length": numpy.int64(3), "pred": sample.response}
+
 def group_rm(args, samples):
     return [sample.index * 1.0 for sample in samples]
 
@@ -187,6 +191,7 @@ def test_foreign_rewards(folder: Path) -> None:
     assert score(config(folder, {"reward": "foreign_edges:custom_rm"})) == (1.0, {})
     parts = [{"name": "n", "function": "foreign_edges:plain_rm", "options": {"scale": 2.0}}]
     assert score(config(folder, {"rewards": parts}), "abc") == (1.5, {"n": 1.5, "n.score": 1.5})
+    assert score(config(folder, {"reward": "foreign_edges:numpy_rm"})) == (0.5, {"score": 0.5, "length": 3.0})
 
 
 def test_the_reward_file_of_the_documentation_runs(folder: Path) -> None:
