@@ -1,12 +1,12 @@
 """A site profile: what a cluster wants, as data. One TOML file each in `slurm/sites`, or a file of the user's own."""
 
 import difflib
-import tomllib
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import miles_hpc.slurm
+from miles_hpc import config as configuration
 from miles_hpc.errors import ConfigError
 
 SITES = Path(miles_hpc.slurm.__file__).parent / "sites"
@@ -65,12 +65,10 @@ def _named(name: str) -> Path:
 
 
 def _read(file: Path) -> Site:
+    if not file.is_file():
+        raise ConfigError("slurm.site: no such file", where=str(file))
     try:
-        return Site.model_validate({"name": file.stem, **tomllib.loads(file.read_text(encoding="utf-8"))})
-    except FileNotFoundError:
-        raise ConfigError("slurm.site: no such file", where=str(file)) from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"not valid TOML: {error}", where=str(file)) from None
+        return Site.model_validate({"name": file.stem, **configuration.toml(file)})
     except ValidationError as error:
         problems = "\n".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         keys = ", ".join(name for name in Site.model_fields if name != "name")

@@ -8,6 +8,7 @@ from miles_hpc import config as configuration
 from miles_hpc.config import Config
 from miles_hpc.errors import UserError
 from miles_hpc.launchers.site import Site
+from miles_hpc.sections import CONTROL
 
 MAIN = ("-m", "miles_hpc.main")
 PREPARE = ("-m", "miles_hpc.prepare")
@@ -170,7 +171,9 @@ def _check_folder(folder: Path) -> None:
         raise UserError(
             "sbatch takes the word 'hetjob' in a path for a directive", where=text, next_step="choose another run.folder"
         )
-    if any(sign in text for sign in "\n\"'\\%"):
+    if CONTROL.search(text) or any(sign in text for sign in "\"'\\%"):
         raise UserError(
-            "sbatch misreads quotes, backslashes and % in a path", where=text, next_step="choose another run.folder"
+            "sbatch misreads quotes, backslashes, % and control characters in a path",
+            where=text,
+            next_step="choose another run.folder",
         )

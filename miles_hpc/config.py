@@ -29,7 +29,7 @@ from miles_hpc.sections import (
     is_edge,
 )
 
-__all__ = ["Component", "Config", "Data", "Train", "changed", "dump", "expanded", "is_edge", "load", "read"]
+__all__ = ["Component", "Config", "Data", "Train", "changed", "dump", "expanded", "is_edge", "load", "read", "toml"]
 
 WITHIN_GROUP = ("group_std", "group_mean", "rloo", "reinforce_pp_baseline")
 """Values of `train.advantage` that are relative to the other samples of a prompt: 0 where there are none."""
@@ -246,6 +246,11 @@ def read(file: Path) -> Config:
     return _validate(_toml(file, text), str(file), text)
 
 
+def toml(file: Path) -> dict[str, Any]:
+    """Any TOML file. Raises: ConfigError: it cannot be read."""
+    return _toml(file, _text(file))
+
+
 def changed(before: Config, overrides: Sequence[str], file: Path) -> Config:
     """A resolved configuration with `--set` overrides; file names in them are relative to the run's TOML file, as at first.
 
@@ -282,7 +287,7 @@ def _text(file: Path) -> str:
 def _toml(file: Path, text: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
         hint = "correct that line; docs/examples has files to compare with"
         raise ConfigError(f"not valid TOML: {error}", where=str(file), next_step=hint) from None
 
@@ -309,7 +314,7 @@ def _value(text: str) -> Any:
     """A TOML value, or the text itself (so that strings need no quotes)."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -4,12 +4,15 @@ Nothing here imports torch.
 """
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 EDGE = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 RUN_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+CONTROL = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
+"""What ends a path or a line of the job script, and halves of surrogate pairs, which no file takes."""
 Edge = Annotated[str, StringConstraints(pattern=EDGE)]
 PositiveInt = Annotated[int, Field(ge=1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$")]
@@ -22,6 +25,16 @@ class Section(BaseModel):
     """A section: frozen, of strict types, without keys that nobody knows."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _usable(cls, value: Any) -> Any:
+        """What names, paths and C libraries can do with."""
+        if isinstance(value, int) and value >= 1 << 32:
+            raise PydanticCustomError("too_large", "Input should be less than 2^32")
+        if isinstance(value, str) and CONTROL.search(value):
+            raise PydanticCustomError("control", "Input should be one line of text without control characters")
+        return value
 
 
 class Run(Section):
@@ -144,7 +157,7 @@ class Rollout(Section):
     """Function `(run: Path) -> Transport` that carries weights to the engines; empty: broadcast over NCCL or gloo."""
     tensor_parallel: PositiveInt = 1
     """GPUs per engine."""
-    timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    timeout_seconds: Annotated[float, Field(gt=0, le=1e6)] = 600.0
     """Longest time between two answers of an engine, start-up included."""
 
 

@@ -29,11 +29,17 @@ def test_a_file_of_the_users_own(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("mpii = 'pmi2'", "keys of a profile: .*mpi"), ("het = 'yes please'", "het"), ("mpi =", "not valid TOML")],
+    [
+        ("mpii = 'pmi2'", "keys of a profile: .*mpi"),
+        ("het = 'yes please'", "het"),
+        ("mpi =", "not valid TOML"),
+        (f"a = {'9' * 5000}", "not valid TOML"),
+        ("# \udcff", "not UTF-8"),
+    ],
 )
 def test_a_wrong_profile_is_refused(tmp_path, text, said):
     file = tmp_path / "mine.toml"
-    file.write_text(text)
+    file.write_text(text, errors="surrogateescape")
     with pytest.raises(ConfigError, match=said):
         site.load(str(file))
 

@@ -83,6 +83,8 @@ def test_unknown_key_names_the_nearest(file, override, expected):
         ("rollout.reward=beside", "rollout.reward: module:function is needed"),
         ("model.source=beside", "model.source: module:function is needed"),
         ("run.name=a b", "run.name: only letters, digits"),
+        (f"run.steps={'9' * 5000}", "run.steps: "),
+        (f"run.steps={'[' * 5000}", "run.steps: "),
     ],
 )
 def test_wrong_type_or_value_names_the_key(file, override, key):
@@ -144,18 +146,28 @@ def test_each_complaint_has_its_place(file):
 
 
 COLOCATE = "run.placement=colocate slurm.train.ranks_per_node=4"
-FLOATS = [
-    f"{section}.{key}"
-    for section, model in config.Config.model_fields.items()
-    for key, field in getattr(model.annotation, "model_fields", {}).items()
-    if field.annotation is float
-]
+
+
+def keys_of(kind: type) -> list[str]:
+    return [
+        f"{section}.{key}"
+        for section, model in config.Config.model_fields.items()
+        for key, field in getattr(model.annotation, "model_fields", {}).items()
+        if field.annotation is kind
+    ]
 
 
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
-@pytest.mark.parametrize("key", FLOATS)
+@pytest.mark.parametrize("key", keys_of(float))
 def test_no_number_may_be_infinite(file, key, value):
     assert key in refused(file, f"{key}={value}")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"), [(int, "99999999999999999999"), (str, '"a\\nb"'), (str, '"a\\u0000"'), (str, "a\udcff")]
+)
+def test_no_number_or_text_is_more_than_a_library_or_a_file_name_can_take(file, kind, value):
+    assert all(key in refused(file, f"{key}={value}") for key in keys_of(kind))
 
 
 def test_missing_key(file):
@@ -260,6 +272,9 @@ def test_files_that_cannot_be_read(tmp_path, file):
     assert "not valid TOML" in refused(file)
     file.write_text("", encoding="utf-8")
     assert "run: missing" in refused(file)
+    for text in ("[" * 5000, "9" * 5000):
+        file.write_text(f"run = {text}", encoding="utf-8")
+        assert "not valid TOML" in refused(file)
     assert "Not a directory" in refused(file / "below")
     assert "name too long" in refused(tmp_path / ("x" * 300))
 
