@@ -93,8 +93,7 @@ def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def changes(paths: RunPaths, attempt: int) -> Changes:
     """What was changed before an attempt, as its start.json says."""
-    found = autopsy.started(paths, attempt).get("changed")
-    return found if isinstance(found, dict) else {}
+    return autopsy.started(paths, attempt).changed
 
 
 def sentence(changed: Changes) -> str:

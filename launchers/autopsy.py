@@ -1,12 +1,14 @@
 """The verdict of an attempt from outside: written where no rank could, corrected where Slurm knows more, completed always."""
 
-import json
 import os
 import time
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from miles_hpc import config as configuration
-from miles_hpc import verdicts
+from miles_hpc import statement, verdicts
 from miles_hpc.launchers import controller, evidence, verdict
 from miles_hpc.launchers.evidence import Evidence
 from miles_hpc.launchers.verdict import Verdict
@@ -14,6 +16,20 @@ from miles_hpc.paths import RunPaths
 
 # Slurm sends the warning of a time limit up to a minute early.
 WARNING_EARLY_SECONDS = 65
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where an attempt began, as its batch script noted."""
+
+    time: float = 0.0
+    steps: int = -1
+    """Complete by then."""
+    nodes: tuple[str, ...] = ()
+    job_log_bytes: Annotated[int, Field(ge=0)] = 0
+    """What the attempts before had said in job.log."""
+    changed: dict[str, list[Any]] = field(default_factory=dict)
+    """Keys of the configuration that differ from the attempt before, each with the value before and the one now."""
 
 
 def close(paths: RunPaths, attempt: int, seen: Evidence) -> None:
@@ -47,7 +63,7 @@ def close_last(paths: RunPaths, job_state: str = "") -> None:
         return
     start = started(paths, numbers[-1])
     state = end_of_job(paths, start) or (job_state if job_state in controller.ENDED else "")
-    nodes = controller.bad_nodes(",".join(start.get("nodes", [])))
+    nodes = controller.bad_nodes(",".join(start.nodes))
     close(paths, numbers[-1], Evidence(code=-1, job_state=state, bad_nodes=nodes, vanished=True))
 
 
@@ -66,7 +82,7 @@ def seen_now(paths: RunPaths, attempt: int, code: int, signal: str) -> Evidence:
         code=code,
         prepared=log.exists(),
         job_state=ended if signal == "TERM" else job.state,
-        bad_nodes=controller.bad_nodes(",".join(start.get("nodes") or job.nodes)),  # a job that waits again has none
+        bad_nodes=controller.bad_nodes(",".join(start.nodes or job.nodes)),  # a job that waits again has none
         losses=evidence.losses(said, names, slurm.train.ranks, notes),
         left=evidence.left(said),
         heartbeats=evidence.heartbeats(paths.folder, attempt),
@@ -74,21 +90,20 @@ def seen_now(paths: RunPaths, attempt: int, code: int, signal: str) -> Evidence:
     )
 
 
-def started(paths: RunPaths, attempt: int) -> dict[str, Any]:
-    """start.json of an attempt; empty where it cannot be read."""
+def started(paths: RunPaths, attempt: int) -> Start:
+    """start.json of an attempt; nothing known where it cannot be read."""
     try:
-        start = json.loads(paths.start(attempt).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return start if isinstance(start, dict) else {}
+        return statement.of(Start, statement.read(paths.start(attempt))) or Start()
+    except OSError:
+        return Start()
 
 
-def end_of_job(paths: RunPaths, start: dict[str, Any]) -> str:
+def end_of_job(paths: RunPaths, start: Start) -> str:
     """Why Slurm ended this attempt's job, in the words it left in job.log; empty where it left none."""
     if not paths.job_log.exists():
         return ""
     with paths.job_log.open("rb") as file:
-        file.seek(start.get("job_log_bytes", 0))
+        file.seek(start.job_log_bytes)
         return evidence.ended_by(file.read().decode("utf-8", errors="replace"))
 
 

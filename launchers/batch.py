@@ -13,7 +13,6 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from miles_hpc import config as configuration
 from miles_hpc import disk, verdicts
@@ -114,7 +113,7 @@ def situation_of(paths: RunPaths, job_state: str = "") -> Situation:
     """The attempts since the user's last `run` or `resume`, and the run's limits."""
     job = json.loads(paths.job.read_text(encoding="utf-8"))
     numbers = [n for n in paths.attempt_numbers() if n >= job["first_attempt"]]
-    steps = [_steps_at_start(autopsy.started(paths, n)) for n in numbers] + [completed_steps(paths)]
+    steps = [autopsy.started(paths, n).steps for n in numbers] + [completed_steps(paths)]
     attempts = (_attempt(paths, n, steps[i], steps[i + 1]) for i, n in enumerate(numbers))
     past = tuple(attempt for attempt in attempts if attempt)
     config, pools = configuration.read(paths.config), nodes.allocated()
@@ -144,10 +143,6 @@ def _attempt(paths: RunPaths, number: int, first_step: int, last_step: int) -> A
         return None
     blamed = found.nodes or ((found.node,) if found.node else ())
     return Attempt(number, found.kind, first_step, last_step, blamed)
-
-
-def _steps_at_start(start: dict[str, Any]) -> int:
-    return int(start.get("steps", start.get("checkpoint", -1)))
 
 
 def completed_steps(paths: RunPaths) -> int:

@@ -5,6 +5,7 @@ when it runs, so that `--help` and `plan` answer at once.
 """
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,10 +19,13 @@ Handler = Callable[[argparse.Namespace], int]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; errors raised on purpose become one message and an exit code, without a traceback."""
-    options = _parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):  # names and logs are of any bytes, terminals of any encoding
+        if isinstance(stream, io.TextIOWrapper):  # None where the caller has closed it
+            stream.reconfigure(errors="backslashreplace")
     try:
+        options = _parser().parse_args(arguments)
         code = options.handler(options)
-        sys.stdout.flush()  # here, where a closed pipe is expected, not when the interpreter ends
+        print(end="", flush=True)  # here, where a closed pipe is expected, not when the interpreter ends
         return code
     except MilesError as error:
         print(f"miles-submit: {error}", file=sys.stderr)

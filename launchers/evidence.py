@@ -4,7 +4,6 @@ srun loses the exit code of a rank that died in a heterogeneous step (it returns
 the state of the job and of its nodes have to do. mpiexec names any rank; there the shells of the ranks keep notes (`rank.sh`).
 """
 
-import json
 import re
 import signal
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from miles_hpc import statement
 from miles_hpc.launchers.verdict import Verdict
 
 
@@ -221,12 +221,13 @@ def ended_by(job_log: str) -> str:
 
 def heartbeats(folder: Path, attempt: int) -> tuple[Heartbeat, ...]:
     """What every rank last said in this attempt."""
-    return tuple(heartbeat(values) for values in last_words(folder, attempt))
+    return heartbeats_of(last_words(folder, attempt))
 
 
-def heartbeat(values: dict[str, Any]) -> Heartbeat:
-    """One heartbeat file's content, as far as the launcher needs it."""
-    return Heartbeat(**{k: values[k] for k in Heartbeat.__dataclass_fields__ if k in values})
+def heartbeats_of(words: object) -> tuple[Heartbeat, ...]:
+    """Last words as far as the launcher needs them, without those that are no rank's."""
+    found = (statement.of(Heartbeat, each) for each in (words if isinstance(words, list) else ()) if isinstance(each, dict))
+    return tuple(beat for beat in found if beat)
 
 
 def last_words(folder: Path, attempt: int) -> list[dict[str, Any]]:
@@ -234,9 +235,9 @@ def last_words(folder: Path, attempt: int) -> list[dict[str, Any]]:
     found = []
     for file in sorted((folder / "heartbeat").glob("rank-*.json")):
         try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            values = statement.read(file)
+        except OSError:
             continue
-        if isinstance(values, dict) and "rank" in values and values.get("attempt", attempt) == attempt:
+        if "rank" in values and values.get("attempt", attempt) == attempt:
             found.append(values)
     return found

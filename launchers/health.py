@@ -69,7 +69,7 @@ def main(run: Path, attempt: int, srun: list[str]) -> int:
 
 def ask(paths: RunPaths, attempt: int, srun: list[str], pools: Pools) -> Check:
     """The report of every node, as far as it came."""
-    stamp = str(autopsy.started(paths, attempt).get("time"))
+    stamp = str(autopsy.started(paths, attempt).time)
     program = [sys.executable, "-m", "miles_hpc.launchers.node", str(paths.folder), str(attempt), stamp]
     begin = time.time()
     if not pools:

@@ -3,12 +3,12 @@
 An attempt that resumes at step s undoes what earlier attempts had done from s on; their lines stay in the files.
 """
 
-import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles_hpc import statement
 from miles_hpc.paths import RunPaths
 
 Line = dict[str, Any]
@@ -20,6 +20,31 @@ NEEDED = {
     "micro_batch_tokens": {"tokens"},
 }
 LEDGER = {"step", "attempt", "prompt_id", "fate", "samples", "reward"}
+
+
+def _counts(value: object, largest: int = 1 << 63) -> bool:
+    return isinstance(value, int) and 0 <= value < largest
+
+
+def _measures(value: object) -> bool:
+    # NaN and infinity too: a run may diverge
+    return isinstance(value, float) or (isinstance(value, int) and abs(value) < 1 << 63)
+
+
+def _measure_all(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_measures, value.values()))
+
+
+TYPES: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("attempt", "prompt_id", "samples", "engines"), _counts),
+    **dict.fromkeys(("seconds", "bytes", "tokens", "accuracy"), _measures),
+    **dict.fromkeys(("metrics", "phase_seconds"), _measure_all),
+    "step": lambda value: _counts(value, 1_000_000),
+    "time": lambda value: isinstance(value, int | float) and 0 <= value < 1e11,
+    "fate": lambda value: isinstance(value, str),
+    "reward": lambda value: value is None or _measures(value),
+}
+"""What the values of these keys must be, whatever the kind of line."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +88,8 @@ def read(paths: RunPaths) -> History:
 
 
 def _removed(paths: RunPaths) -> int:
-    try:
-        return int(json.loads(paths.removed_samples.read_text(encoding="utf-8"))["before"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+    before = statement.read(paths.removed_samples).get("before")
+    return before if isinstance(before, int) else 0
 
 
 def lines(file: Path) -> tuple[list[Line], int]:
@@ -74,7 +97,7 @@ def lines(file: Path) -> tuple[list[Line], int]:
     if not file.exists():
         return [], 0
     texts = [text for text in file.read_text(encoding="utf-8", errors="replace").split("\n") if text.strip()]
-    found = [line for text in texts if (line := _object(text)) is not None and _complete(line)]
+    found = [line for text in texts if (line := statement.parsed(text)) is not None and _complete(line)]
     return found, len(texts) - len(found)
 
 
@@ -84,18 +107,10 @@ def undone(line: Line, starts: Iterable[Line], from_next: bool = False) -> bool:
     return any(start["attempt"] > line["attempt"] and start["step"] <= last for start in starts)
 
 
-def _object(text: str) -> Line | None:
-    try:
-        line = json.loads(text)
-    except json.JSONDecodeError:
-        return None
-    return line if isinstance(line, dict) else None
-
-
 def _complete(line: Line) -> bool:
-    """True if it has what its kind is read for; a line without `event` is the ledger's."""
-    needed = NEEDED.get(str(line.get("event"))) if "event" in line else LEDGER
-    return needed is None or needed <= line.keys()
+    """True if it has what its kind is read for, of the right types; a line without `event` is the ledger's."""
+    needed = NEEDED.get(str(line.get("event")), set()) if "event" in line else LEDGER
+    return needed <= line.keys() and all(fits(line[key]) for key, fits in TYPES.items() if key in line)
 
 
 def _newest(events: Iterable[Line]) -> dict[int, Line]:

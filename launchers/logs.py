@@ -1,7 +1,6 @@
 """`miles-submit logs`: one rank's log, or the batch script's."""
 
 import shlex
-import sys
 import time
 from pathlib import Path
 
@@ -26,7 +25,7 @@ def show(folder: Path, role: str | None, rank: int | None, attempt: int | None, 
             status = f"miles-submit status {shlex.quote(str(folder))}"
             hint = f"{status}; what the batch script said: {verdicts.logs(folder, 'job')}"
             raise UserError("no such log", where=str(file), next_step=hint)
-        sys.stdout.write(file.read_text(encoding="utf-8", errors="replace"))
+        print(file.read_text(encoding="utf-8", errors="replace"), end="")
         return 0
     position, follower = 0, Follower(folder)
     while True:
@@ -60,6 +59,5 @@ def _print_from(file: Path, position: int) -> int:
     with file.open("rb") as stream:
         stream.seek(position)
         data = stream.read()
-    sys.stdout.write(data.decode("utf-8", errors="replace"))
-    sys.stdout.flush()
+    print(data.decode("utf-8", errors="replace"), end="", flush=True)
     return position + len(data)

@@ -15,7 +15,7 @@ from typing import Any
 
 from miles_hpc import config as configuration
 from miles_hpc.config import Config
-from miles_hpc.launchers import amendment, history
+from miles_hpc.launchers import amendment, autopsy, history, verdict
 from miles_hpc.launchers.amendment import Changes
 from miles_hpc.launchers.history import History, Line
 from miles_hpc.metrics import PHASES
@@ -133,8 +133,8 @@ def state_of(paths: RunPaths) -> str:
     numbers = paths.attempt_numbers()
     if not numbers:
         return "queued" if paths.job.exists() else "not submitted"
-    if verdict := _json(paths.verdict(numbers[-1])):
-        return str(verdict.get("kind", "bug"))
+    if found := verdict.read(paths, numbers[-1]):
+        return found.kind
     signs = [_modified(file) for file in paths.heartbeat(0).parent.glob("*.json")] + [_modified(paths.start(numbers[-1]))]
     return "running" if time.time() - max(signs) < SILENT_SECONDS else "lost"
 
@@ -163,8 +163,9 @@ def strict(value: Any) -> Any:
 
 def _wall_seconds(paths: RunPaths, past: History) -> float | None:
     numbers = paths.attempt_numbers()
-    files = [file(n) for n in numbers for file in (paths.start, paths.verdict)]
-    times = [e["time"] for e in past.events if "time" in e] + [found["time"] for f in files if "time" in (found := _json(f))]
+    begun = [autopsy.started(paths, n).time for n in numbers]
+    ended = [found.time for n in numbers if (found := verdict.read(paths, n))]
+    times = [e["time"] for e in past.events if "time" in e] + [time for time in begun + ended if time]
     return max(times) - min(times) if times else None
 
 
@@ -189,14 +190,6 @@ def _largest(values: Iterable[float | None]) -> float | None:
 
 def _known(values: Iterable[float | None]) -> list[float]:
     return [v for v in values if v is not None]
-
-
-def _json(file: Path) -> Line:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _modified(file: Path) -> float:

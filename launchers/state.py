@@ -1,11 +1,13 @@
 """How a run stands right now: its job's state, its attempt, its newest verdict."""
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import StringConstraints
+
+from miles_hpc import statement
 from miles_hpc.errors import UserError
 from miles_hpc.launchers import controller, local, verdict
 from miles_hpc.launchers.controller import JobState
@@ -13,6 +15,19 @@ from miles_hpc.launchers.verdict import Verdict
 from miles_hpc.paths import RunPaths
 
 FASTEST, SLOWEST = 0.5, 10.0  # seconds between two questions to Slurm
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What job.json must say; it also says with which Slurm, site and world."""
+
+    scheduler: Literal["slurm", "local"]
+    job_id: Annotated[str, StringConstraints(pattern=r"^\d*$")]
+    """Or the process's; empty where the submission failed halfway."""
+    first_attempt: int
+    steps: int = 0
+    slurm_conf: str = ""
+    slurm_programs: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,15 +72,12 @@ def job_of(paths: RunPaths) -> dict[str, Any]:
     Raises:
         UserError: job.json is damaged.
     """
-    try:
-        job = json.loads(paths.job.read_text(encoding="utf-8"))
-        if not {"scheduler", "job_id", "first_attempt"} <= job.keys():
-            raise ValueError("keys are missing")
-    except FileNotFoundError:
+    if not paths.job.exists():
         return {"scheduler": "", "job_id": "", "first_attempt": 1}
-    except (ValueError, AttributeError) as error:
+    job = statement.read(paths.job)
+    if statement.of(Submission, job) is None:
         hint = "restore it; report, audit and samples work without it"
-        raise UserError(f"cannot be read: {error}", where=str(paths.job), next_step=hint) from None
+        raise UserError("it does not say how the run was submitted", where=str(paths.job), next_step=hint)
     return job
 
 

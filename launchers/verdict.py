@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from miles_hpc import durable
+from miles_hpc import durable, statement
 from miles_hpc.paths import RunPaths
 
 RESTART = {"rank_died", "peer_lost", "hang", "out_of_memory", "bug"}
@@ -70,8 +70,14 @@ class Verdict:
     next: str = ""
     attempt: int = 0
     time: float = 0.0
+    frame: str = ""
+    """The deepest line of this project that an error went through."""
     nodes: tuple[str, ...] = ()
     """Nodes that failed, where that is more than the node of one rank."""
+    bad_nodes: tuple[str, ...] = ()
+    """Nodes that Slurm calls down."""
+    avoided: tuple[str, ...] = ()
+    """Nodes that the next job is kept off."""
     action: str = ""
     """What followed: done, restart, requeue or stop."""
     job_state: str = ""
@@ -146,21 +152,13 @@ def stalled(history: tuple[Attempt, ...]) -> bool:
 
 
 def read(paths: RunPaths, attempt: int) -> Verdict | None:
-    """The verdict of an attempt, None where there is none."""
-    values = fields(paths, attempt)
-    if "kind" not in values:
-        return None
-    known = {k: v for k, v in values.items() if k in Verdict.__dataclass_fields__ and v is not None}
-    return Verdict(**known | {"nodes": tuple(known.get("nodes", ()))})
+    """The verdict of an attempt, None where there is none, or no readable one."""
+    return statement.of(Verdict, fields(paths, attempt))
 
 
 def fields(paths: RunPaths, attempt: int) -> dict[str, Any]:
-    """All that verdict.json says; empty where there is none, or no readable one."""
-    try:
-        values = json.loads(paths.verdict(attempt).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    return values if isinstance(values, dict) else {}
+    """All that verdict.json says; empty where there is none, or no JSON object."""
+    return statement.read(paths.verdict(attempt))
 
 
 def amend(paths: RunPaths, attempt: int, **known: object) -> None:

@@ -4,7 +4,6 @@ import shlex
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from miles_hpc.errors import UserError
 from miles_hpc.launchers import amendment, autopsy, controller, evidence, verdict
@@ -36,31 +35,30 @@ def why(folder: Path, attempt: int | None) -> str:
         what = f"attempt {number} has no verdict" if attempt else "no attempt has ended yet"
         known = f"; ended so far: {', '.join(map(str, ended))}" if ended else ""
         raise UserError(f"{what}{known}", where=str(folder), next_step=f"miles-submit status {shlex.quote(str(folder))}")
-    return text(paths, number, found, verdict.fields(paths, number))
+    return text(paths, number, found)
 
 
-def text(paths: RunPaths, number: int, found: Verdict, values: dict[str, Any]) -> str:
+def text(paths: RunPaths, number: int, found: Verdict) -> str:
     """One attempt's verdict: a row per fact, a row per rank, the command, the traceback."""
-    rows = [f"{name:8} {value}" for name, value in _rows(paths, number, found, values) if value]
+    rows = [f"{name:8} {value}" for name, value in _rows(paths, number, found) if value]
     trace = [f"\n{found.traceback.rstrip()}"] if found.traceback else []
     return "\n".join([f"attempt {number} of {paths.folder}: {found.word}", *rows, *trace])
 
 
-def _rows(paths: RunPaths, number: int, found: Verdict, values: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _rows(paths: RunPaths, number: int, found: Verdict) -> Iterator[tuple[str, str]]:
     yield "changed", amendment.sentence(amendment.changes(paths, number))
     yield "what", found.error
     yield "where", found.where
-    yield "frame", str(values.get("frame", ""))
+    yield "frame", found.frame
     yield "who", _who(found)
     yield "doing", f"{found.phase}{f', step {found.step}' if found.step >= 0 else ''}"
     yield "end", _end(found)
-    yield "nodes", ", ".join(found.nodes or values.get("bad_nodes", ()))
-    beats = [evidence.heartbeat(each) for each in values.get("heartbeats", ()) if isinstance(each, dict) and "rank" in each]
-    for beat in beats:
+    yield "nodes", ", ".join(found.nodes or found.bad_nodes)
+    for beat in evidence.heartbeats_of(verdict.fields(paths, number).get("heartbeats")):
         yield "rank", _rank(beat, found)
     for file in sorted(paths.attempt(number).glob("stacks/*")):
         yield "stacks", str(file) if file.stat().st_size else ""
-    without = f", without {', '.join(values['avoided'])}" if values.get("avoided") else ""
+    without = f", without {', '.join(found.avoided)}" if found.avoided else ""
     yield "then", FOLLOWS.get(found.action, "") + without
     yield "next", found.next
     if found.action == "stop" and found.kind != "done":

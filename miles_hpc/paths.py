@@ -75,7 +75,7 @@ class RunPaths:
         """Numbers of the attempts that exist, ascending."""
         if not self.attempts.is_dir():
             return []
-        return sorted(int(p.name) for p in self.attempts.iterdir() if p.name.isdigit())
+        return sorted(int(p.name) for p in self.attempts.iterdir() if re.fullmatch(r"[0-9]+", p.name))
 
     def log(self, attempt: int, role: str, rank: int) -> Path:
         """What a rank printed."""
@@ -185,5 +185,5 @@ class RunPaths:
 
 def _steps(folder: Path) -> list[int]:
     """Numbers of the folders `step-SSSSSS`; not of one that somebody has put aside as `step-SSSSSS.old`."""
-    found = (re.fullmatch(r"step-(\d{6})", path.name) for path in folder.glob("step-*"))
+    found = (re.fullmatch(r"step-([0-9]{6})", path.name) for path in folder.glob("step-*"))
     return sorted(int(name[1]) for name in found if name)

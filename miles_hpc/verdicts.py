@@ -9,6 +9,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
+from miles_hpc import statement
 from miles_hpc.errors import EngineDied, MilesError
 from miles_hpc.paths import RunPaths
 
@@ -59,8 +60,8 @@ def write(paths: RunPaths, attempt: int, /, *, kind: str, **fields: object) -> b
 def kind_of(paths: RunPaths, attempt: int) -> str:
     """The kind of the verdict that stands; empty if there is none."""
     try:
-        return str(json.loads(paths.verdict(attempt).read_text(encoding="utf-8"))["kind"])
-    except (OSError, ValueError):
+        return str(statement.read(paths.verdict(attempt)).get("kind", ""))
+    except OSError:
         return ""
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from miles_hpc import config as configuration
-from miles_hpc.launchers import cli, controller
+from miles_hpc.launchers import cli, controller, evidence, verdict
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -142,11 +142,12 @@ def test_answers_at_once_and_without_heavy_imports(no_slurm, toml, arguments):
     assert json.loads(result.stdout.splitlines()[-1]) == []
 
 
+DAMAGED = ["", "{", "[]", "3", "{}", "\0", "[" * 100_000, f'{{"kind": {"9" * 5000}}}', '{"kind": "\udcff"}', "\udcff"]
 LOOKING = ["status", "logs", "cancel", "why", "resume", "report", "audit", "samples"]
 
 
 @pytest.mark.parametrize("command", LOOKING)
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", "\0", pytest.param("\udcff", id="not UTF-8")])
+@pytest.mark.parametrize("text", DAMAGED, ids=lambda text: ascii(text[:9]))
 def test_files_of_a_run_that_are_damaged_give_no_traceback(capsys, no_slurm, toml, command, text):
     """Whatever a full disk or a hand has left in the small files of a run."""
     folder = no_slurm / "run"
@@ -158,8 +159,36 @@ def test_files_of_a_run_that_are_damaged_give_no_traceback(capsys, no_slurm, tom
         (folder / file).write_text(text, errors="surrogateescape")
     for file in ("events.jsonl", "ledger.jsonl"):
         (folder / file).write_text(f"{text}\n{text}", errors="surrogateescape")
+    (folder / "attempts/\N{SUPERSCRIPT TWO}").mkdir()
     code, _, err = run(capsys, command, str(folder))
     assert code in (0, 1, 2) and (code == 0 or command == "audit" or err.startswith("miles-submit: "))
+
+
+@pytest.mark.parametrize("value", [None, "x", [1], 10**400], ids=lambda value: str(value)[:9])
+def test_values_of_another_type_give_no_traceback(capsys, no_slurm, make_run, value):
+    """In one key after another of the small files of a run."""
+    made = make_run(2).paths
+    made.job.write_text('{"scheduler": "local", "job_id": "999999999", "first_attempt": 1}')
+    made.heartbeat(0).parent.mkdir()
+    made.heartbeat(0).write_text('{"rank": 0, "role": "train", "phase": "end", "step": 2, "time": 5.0, "attempt": 1}')
+    verdict.amend(made, 1, heartbeats=evidence.last_words(made.folder, 1), nodes=["n1"], bad_nodes=["n1"], avoided=[], error="")
+    for file in (made.events, made.ledger, made.job, made.verdict(1), made.start(1), made.heartbeat(0)):
+        sound = file.read_text()
+        *before, last = [json.loads(line) for line in sound.splitlines()] if file.suffix == ".jsonl" else [json.loads(sound)]
+        for key in last:
+            file.write_text("".join(json.dumps(line) + "\n" for line in (*before, last | {key: value})))
+            for command in ("status", "report" if file.suffix == ".jsonl" else "why"):
+                code, _, err = run(capsys, command, str(made.folder))
+                assert code == 0 or (code == 2 and err.startswith("miles-submit: ")), (file.name, key, command, err)
+        file.write_text(sound)
+
+
+@pytest.mark.parametrize("way", ["PYTHONIOENCODING=ascii {}", "{} >&-"])
+def test_any_terminal_will_do(toml, way):
+    plan = shlex.join([sys.executable, "-m", "miles_hpc.launchers.cli", "plan", "--local", str(toml)])
+    script = way.format(f"{plan} --set run.folder=\N{SNOWMAN}")
+    result = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.fixture

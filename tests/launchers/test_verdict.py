@@ -115,7 +115,7 @@ def test_progress_in_one_of_the_last_three_is_progress():
 def test_a_verdict_with_more_fields_than_the_launcher_knows_is_read(tmp_path):
     paths = RunPaths(tmp_path)
     paths.attempt(1).mkdir(parents=True)
-    paths.verdict(1).write_text(json.dumps({"kind": "hang", "rank": 3, "frame": "x.py:1 f", "role": None}))
+    paths.verdict(1).write_text(json.dumps({"kind": "hang", "rank": 3, "pid": 7, "role": None}))
     assert verdict.newest(paths) == Verdict(kind="hang", rank=3)
 
 
