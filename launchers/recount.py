@@ -123,13 +123,17 @@ def _arrays(file: Path, names: set[str]) -> dict[str, np.ndarray]:
         with store.opened(file) as shard:
             optional = {"routing", "refusals"} & shard.keys()
             arrays = {name: shard[name][()] for name in sorted(names | optional)}
-    except (OSError, KeyError, RuntimeError, ValueError) as error:
+        _check(arrays)
+    except (OSError, *store.DAMAGE) as error:
         raise Damaged(f"{file}: cannot be read: {error}") from None
+    return arrays
+
+
+def _check(arrays: dict[str, np.ndarray]) -> None:
     offsets, samples = arrays["offsets"], len(arrays["prompt_ids"])
     if len(offsets) != samples + 1 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
-        raise Damaged(f"{file}: offsets do not fit {samples} samples")
+        raise ValueError(f"offsets do not fit {samples} samples")
     for name in sorted(arrays.keys() - {"offsets"}):
         expected = samples if name in PER_SAMPLE else offsets[-1]
         if len(arrays[name]) != expected:
-            raise Damaged(f"{file}: {name} has {len(arrays[name])} entries, expected {expected}")
-    return arrays
+            raise ValueError(f"{name} has {len(arrays[name])} entries, expected {expected}")

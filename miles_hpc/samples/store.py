@@ -223,13 +223,13 @@ def _escaped(name: str) -> str:
 
 
 def _check(samples: Samples) -> None:
-    total = int(samples.offsets[-1])
-    expected = {"offsets": len(samples) + 1} | dict.fromkeys(PER_SAMPLE, len(samples)) | dict.fromkeys(PER_TOKEN, total)
+    parts = {f"reward_{name}": values for name, values in samples.reward_parts.items()}
+    total, found = int(samples.offsets[-1]), vars(samples) | parts
+    expected = {"offsets": len(samples) + 1} | dict.fromkeys((*PER_SAMPLE, *TEXT, *parts), len(samples))
+    expected |= dict.fromkeys(PER_TOKEN if samples.routing is None else (*PER_TOKEN, "routing"), total)
     for name, length in expected.items():
-        if len(getattr(samples, name)) != length:
-            raise ValueError(f"{name} has {len(getattr(samples, name))} entries, expected {length}")
-    if samples.routing is not None and len(samples.routing) != total:
-        raise ValueError(f"routing has {len(samples.routing)} entries, expected {total}")
+        if len(found[name]) != length:
+            raise ValueError(f"{name} has {len(found[name])} entries, expected {length}")
 
 
 def _passing(error: OSError) -> bool:

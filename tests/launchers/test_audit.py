@@ -5,13 +5,14 @@ import io
 import json
 import shutil
 import sys
+from itertools import product
 
 import h5py
 import numpy as np
 import pytest
 
 from miles_hpc import data, metrics
-from miles_hpc.launchers import advantages, audit
+from miles_hpc.launchers import advantages, audit, recount
 from miles_hpc.samples import store
 from miles_hpc.samples.schema import Samples
 
@@ -143,6 +144,20 @@ def test_damaged_shards(make_run, capsys):
     damaged.write_bytes(damaged.read_bytes()[:500])
     code, printed = failing(run, capsys)
     assert code == 1 and f"{damaged}: cannot be read" in printed and "is in the ledger but in no rollout shard" in printed
+
+
+@pytest.mark.parametrize("role", ["rollout", "train"])
+def test_arrays_that_do_not_fit(make_run, role):
+    file = shard(make_run(2), role=role)
+    sound = file.read_bytes()[: -store.SEAL.size]
+    names = {*recount.ROLLOUT, "rewards"} if role == "rollout" else {*recount.TRAIN, "advantages"}
+    for name, shape in product((*names, "offsets", "prompt_ids", "sample_index"), ((3,), (0,), (), None)):
+        image = io.BytesIO(sound)
+        with h5py.File(image, "r+") as opened:
+            del opened[name]
+            opened.create_group(name) if shape is None else opened.create_dataset(name, shape)
+        file.write_bytes(image.getvalue() + store.seal(image.getvalue()))
+        assert any(f"{file}: cannot be read" in problem for problem in recount.read(file.parent).problems), (name, shape)
 
 
 def test_missing_shard(make_run, capsys):

@@ -243,14 +243,21 @@ def test_any_flipped_bit_is_named(tmp_path):
         assert raised.value.where == str(shard)
 
 
-def test_arrays_that_do_not_fit(tmp_path):
+@pytest.mark.parametrize("length", [1, 3, None, "scalar", "group"])
+def test_arrays_that_do_not_fit(tmp_path, length):
     shard = store.write(RunPaths(tmp_path), 0, 1, 1, make([3, 4]))
-    for rewards in (np.zeros(3, np.float32), None):
-        image = io.BytesIO(shard.read_bytes()[: -store.SEAL.size])
+    sound = shard.read_bytes()[: -store.SEAL.size]
+    with store.opened(shard) as file:
+        names = [name for name in file if not name.startswith(("reward_", "routing", "refusals")) or length in (1, 3)]
+    for name in names:
+        image = io.BytesIO(sound)
         with h5py.File(image, "r+") as file:
-            del file["rewards"]
-            if rewards is not None:
-                file["rewards"] = rewards
+            kind = file[name].dtype
+            del file[name]
+            if length == "group":
+                file.create_group(name)
+            elif length is not None:
+                file.create_dataset(name, () if length == "scalar" else (length,), kind)
         shard.write_bytes(image.getvalue() + store.seal(image.getvalue()))
         with pytest.raises(SampleError, match="damaged"):
             store.read(shard, deadline=0)
