@@ -1,7 +1,7 @@
 """How a run stands right now: its job's state, its attempt, its newest verdict."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -75,10 +75,10 @@ def job_of(paths: RunPaths) -> dict[str, Any]:
     if not paths.job.exists():
         return {"scheduler": "", "job_id": "", "first_attempt": 1}
     job = statement.read(paths.job)
-    if statement.of(Submission, job) is None:
+    if (said := statement.of(Submission, job)) is None:
         hint = "restore it; report, audit and samples work without it"
         raise UserError("it does not say how the run was submitted", where=str(paths.job), next_step=hint)
-    return job
+    return job | asdict(said)
 
 
 def _ask(folder: Path, job: dict[str, Any], patience: float) -> JobState:

@@ -155,7 +155,7 @@ def test_arrays_that_do_not_fit(make_run, role):
         image = io.BytesIO(sound)
         with h5py.File(image, "r+") as opened:
             del opened[name]
-            opened.create_group(name) if shape is None else opened.create_dataset(name, shape)
+            opened.create_group(name) if shape is None else opened.create_dataset(name, shape, "f4")
         file.write_bytes(image.getvalue() + store.seal(image.getvalue()))
         assert any(f"{file}: cannot be read" in problem for problem in recount.read(file.parent).problems), (name, shape)
 

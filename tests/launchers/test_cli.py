@@ -164,13 +164,15 @@ def test_files_of_a_run_that_are_damaged_give_no_traceback(capsys, no_slurm, tom
     assert code in (0, 1, 2) and (code == 0 or command == "audit" or err.startswith("miles-submit: "))
 
 
-@pytest.mark.parametrize("value", [None, "x", [1], 10**400], ids=lambda value: str(value)[:9])
+@pytest.mark.parametrize("value", [None, "x", "3", [1], 10**400], ids=lambda value: str(value)[:9])
 def test_values_of_another_type_give_no_traceback(capsys, no_slurm, make_run, value):
     """In one key after another of the small files of a run."""
     made = make_run(2).paths
     made.job.write_text('{"scheduler": "local", "job_id": "999999999", "first_attempt": 1}')
     made.heartbeat(0).parent.mkdir()
     made.heartbeat(0).write_text('{"rank": 0, "role": "train", "phase": "end", "step": 2, "time": 5.0, "attempt": 1}')
+    begun = {"time": 1.0, "steps": 0, "nodes": ["n1"], "job_log_bytes": 0, "changed": {"train.lr": [1, 2]}}
+    made.start(1).write_text(json.dumps(begun))
     verdict.amend(made, 1, heartbeats=evidence.last_words(made.folder, 1), nodes=["n1"], bad_nodes=["n1"], avoided=[], error="")
     for file in (made.events, made.ledger, made.job, made.verdict(1), made.start(1), made.heartbeat(0)):
         sound = file.read_text()
