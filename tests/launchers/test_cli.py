@@ -119,6 +119,13 @@ def test_without_a_command_they_are_listed(capsys, arguments, name):
     assert out.startswith("usage: ") and re.search(r"\n\n[A-Z].*\.\n\n", out), "a sentence says what it is"
 
 
+@pytest.mark.parametrize("arguments", [["logs", "--attempt", "0"], ["logs", "--rank", "-1"], ["why", "--attempt", "0"]])
+def test_a_number_that_nothing_has_is_refused(capsys, arguments):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([*arguments, "RUN"])
+    assert "is less than" in capsys.readouterr().err
+
+
 def test_version(capsys):
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert run(capsys, "--version") == (0, f"miles-submit {project['version']}\n", "")
