@@ -38,7 +38,9 @@ esac
 for i in $${CUDA_VISIBLE_DEVICES//,/ }; do seen+=,$${own[i]}; done
 echo "export CUDA_VISIBLE_DEVICES=$${seen:1}"
 """)
-READY_SECONDS = 30.0
+READY_SECONDS = 120.0
+DEAD_SECONDS = 5.0
+"""How long a daemon may be without a process before it has not started; it needs a moment to write down its own."""
 FOLDERS = ("etc", "run", "log", "state", "spool", "tmp")
 
 
@@ -108,15 +110,13 @@ class Cluster:
             self.down()
         self._check()
         packages.fetch(self.home)
-        try:
-            with _alone():
-                self._configure(settings)
-                for daemon in self._daemons(settings):
-                    daemon.start(self._environment())
-                self._wait_ready(settings)
-        except SiteError:
-            self.down()
-            raise
+        with _alone(), contextlib.ExitStack() as undo:
+            undo.callback(self.down)
+            self._configure(settings)
+            for daemon in self._daemons(settings):
+                daemon.start(self._environment())
+            self._wait_ready(settings)
+            undo.pop_all()
         return True
 
     def down(self, purge: bool = False) -> bool:
@@ -258,14 +258,17 @@ class Cluster:
         return ["--force", "--num-threads=2", *(f"--{key}={file}" for key, file in files.items())]
 
     def _wait_ready(self, settings: Settings) -> None:
-        deadline = time.monotonic() + READY_SECONDS
-        while time.monotonic() < deadline:
+        daemons, alive = self._daemons(settings), time.monotonic()
+        deadline = alive + READY_SECONDS
+        while True:
             ready = self.say("sinfo", "--noheader", "--Node", "--states=idle,mix,alloc", "--format=%N", timeout=3)
             if len(set(ready.split())) == len(settings.nodes):
                 return
+            now = time.monotonic()
+            alive = now if all(daemon.pid for daemon in daemons) else alive
+            if now > min(deadline, alive + DEAD_SECONDS):
+                raise next((d for d in daemons if not d.pid), daemons[-1]).failure()
             time.sleep(0.05)
-        daemons = self._daemons(settings)
-        raise next((d for d in daemons if not d.pid), daemons[-1]).failure()
 
     def _cancel_all(self) -> None:
         self.say("scancel", "--quiet", f"--user={_user()}")

@@ -95,8 +95,10 @@ def gpus() -> dict[str, Any]:
         return {"gpus": 0, "gpu_faults": [f"nvidia-smi: {error}"]}
     if said.returncode:
         return {"gpus": 0, "gpu_faults": [f"nvidia-smi: {(said.stdout + said.stderr).strip()[:200]}"]}
-    rows = [line.split(",") for line in said.stdout.splitlines() if line.strip()]
-    faults = [f"GPU {row[0].strip()}: {row[1].strip()} uncorrected ECC errors" for row in rows if _count(row[1])]
+    lines = [line.strip() for line in said.stdout.splitlines() if line.strip()]
+    rows = [[word.strip() for word in line.split(",")] for line in lines if "," in line]
+    faults = [f"GPU {row[0]}: {row[1]} uncorrected ECC errors" for row in rows if _count(row[1])]
+    faults += [f"nvidia-smi: {line[:200]}" for line in lines if "," not in line]
     return {"gpus": len(rows), "gpu_faults": faults}
 
 
@@ -121,21 +123,24 @@ def xids(begin: float) -> list[str]:
 
 def _count(text: str) -> int:
     """A number of nvidia-smi; `[N/A]` on a GPU that does not count."""
-    return int(text) if text.strip().isdigit() else 0
+    return int(text) if text.isdigit() else 0
 
 
 def stale(run: Path) -> Iterator[tuple[int, str]]:
-    """Processes of an earlier attempt of this run: its ranks by their command line, what they started by their environment."""
+    """This user's processes of an earlier attempt of this run: its ranks by their command line, what they started by their
+    environment."""
     rank, mark = [b"--run", os.fsencode(run), b"--attempt"], b"MILES_RANK_OF=" + os.fsencode(run)
     for process in Path("/proc").iterdir():
         if not process.name.isdigit() or int(process.name) == os.getpid():
             continue
         try:
+            if process.stat().st_uid != os.getuid():
+                continue
             words = (process / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
             ours = any(words[i : i + 3] == rank for i in range(len(words))) if b"--attempt" in words else False
             if ours or mark in (process / "environ").read_bytes().split(b"\0"):
                 yield int(process.name), b" ".join(words).decode(errors="replace")[:200]
-        except OSError:  # gone, or another user's
+        except OSError:  # gone
             continue
 
 

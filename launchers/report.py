@@ -202,8 +202,9 @@ def _modified(file: Path) -> float:
 def _show(found: Report, paths: RunPaths) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=f"run {paths.folder.name}", show_header=False, title_justify="left")
+    table = Table(title=Text(f"run {paths.folder.name}"), show_header=False, title_justify="left")
     values = asdict(found)
     phases, _ = values.pop("phase_seconds"), values.pop("changes")
     for key, value in values.items():

@@ -107,6 +107,7 @@ def test_a_run_folder_that_shows_something_older_is_not_the_run_folder(paths, mo
     [
         ('echo "0, 0"; echo "1, 0"', 2, []),
         ('echo "0, 12"; echo "1, [N/A]"', 2, ["GPU 0: 12 uncorrected ECC errors"]),
+        ('echo "0, 0"; echo "Unable to determine the device handle for GPU1: Unknown Error"', 1, ["nvidia-smi: Unable"]),
         ('echo "Unable to determine the device handle for GPU1: Unknown Error"; exit 15', 0, ["nvidia-smi: Unable"]),
     ],
 )

@@ -1,6 +1,7 @@
 """The report of runs that are done, going on, resumed, or broken off."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -74,6 +75,12 @@ def test_table_says_where_things_are(make_run, capsys):
     printed = capsys.readouterr().out
     assert f"tensorboard --logdir '{run.paths.tensorboard('train').parent}'" in printed  # the folder has a space
     assert str(run.paths.attempt(1)) in printed and str(run.paths.checkpoints) in printed
+
+
+def test_a_folder_that_is_named_like_markup(fresh_run, tmp_path, capsys):
+    shutil.copytree(fresh_run.folder, tmp_path / "one[bold]")
+    assert report.report(tmp_path / "one[bold]", as_json=False) == 0
+    assert "run one[bold]" in capsys.readouterr().out
 
 
 def test_before_the_start(fresh_run, capsys):

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from miles_hpc.launchers import audit, cli, state
 from miles_hpc.paths import RunPaths
 from miles_hpc.samples import store
 
-STEPS, PROMPTS, WARNING_SECONDS = 3, 8, 20
+STEPS, PROMPTS, SAMPLES, WARNING_SECONDS = 3, 8, 4, 20
 TOML = """\
 run = { name = "left", steps = 3, seed = 3 }
 model = { source = "miles_hpc.examples.arithmetic:model", context_length = 64 }
@@ -60,6 +61,8 @@ def now(rank):
 def reward(prompt, answer, label, metadata):
     if sum(map(ord, prompt)) % 2 or now(1)[0] == "evaluation":
         wait_in(*now(1))
+    with (HERE / f"scored-{now(1)[1]}").open("a") as file:
+        file.write(prompt + "\n")
     return float(len(answer) % 3)  # differs within any group: without it nothing is trained
 
 
@@ -141,6 +144,11 @@ class Run:
         """Prompt ids on disk."""
         return np.concatenate([np.unique(store.read(shard).prompt_ids) for shard in store.on_disk(self.paths, step)])
 
+    def scored(self, step: int) -> bool:
+        """All answers to some prompt have their reward."""
+        file = self.folder / f"scored-{step}"
+        return file.exists() and max(Counter(file.read_text().splitlines()).values(), default=0) == SAMPLES
+
     def phase(self, rank: int) -> str:
         return json.loads(self.paths.heartbeat(rank).read_text())["phase"]
 
@@ -187,8 +195,8 @@ def in_the_warm_start(run: Run) -> None:
 def in_a_rollout(run: Run) -> None:
     """Half of the groups wait for their reward; the others are finished, but not enough for a shard."""
     run.resume()
-    run.wait(run.held.exists)
-    time.sleep(5)  # for the other half
+    run.wait(lambda: run.held.exists() and run.scored(1))
+    time.sleep(1)  # until the rank has heard of it
     assert run.preempted(signal.SIGUSR2) == [0, 1]
     assert 0 < len(run.groups(1)) < PROMPTS
     run.finished = run.groups(1)

@@ -1,5 +1,6 @@
 """The private cluster itself, real daemons."""
 
+import signal
 import subprocess
 
 import pytest
@@ -79,6 +80,13 @@ def test_up_mends_a_cluster_that_has_lost_a_daemon(other):
     assert say(other, "sinfo", "-hN", "-p", "all", "-o", "%N %t").split("\n") == ["r0 idle", "t0 idle", ""]
     assert not other.up(settings)
     other.down()
+
+
+def test_who_interrupts_up_leaves_nothing(other, monkeypatch):
+    monkeypatch.setattr(Cluster, "_wait_ready", lambda self, settings: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        other.up(Settings(train_nodes=1, rollout_nodes=1))
+    assert processes_from(other.prefix) == []
 
 
 def test_a_daemon_that_does_not_start_shows_its_log_and_nothing_stays(other, monkeypatch):
