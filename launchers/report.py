@@ -6,6 +6,7 @@ Works while the run goes on and after it died; what cannot be known yet is None 
 import json
 import math
 import shlex
+import shutil
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -205,13 +206,15 @@ def _show(found: Report, paths: RunPaths) -> None:
     from rich.text import Text
 
     table = Table(title=Text(f"run {paths.folder.name}"), show_header=False, title_justify="left")
+    for _ in range(2):
+        table.add_column(overflow="fold")  # else what is too long for a narrow terminal is cut
     values = asdict(found)
     phases, _ = values.pop("phase_seconds"), values.pop("changes")
     for key, value in values.items():
         table.add_row(key, _text(value))
     for phase, seconds in phases.items():
         table.add_row(f"phase_seconds.{phase}", _text(seconds))
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=shutil.get_terminal_size().columns)  # rich takes COLUMNS=0 at its word
     console.print(table)
     changed = [f"changed      for attempt {n}: {amendment.sentence(keys)}" for n, keys in found.changes.items()]
     for line in [*changed, *_places(paths)]:

@@ -83,6 +83,18 @@ def test_a_folder_that_is_named_like_markup(fresh_run, tmp_path, capsys):
     assert "run one[bold]" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("columns", ["0", "20"])
+def test_nothing_is_cut_on_a_narrow_terminal(make_run, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    report.report(make_run(2).folder, as_json=False)
+    cells = [
+        line.split("\N{BOX DRAWINGS LIGHT VERTICAL}")[1].strip()
+        for line in capsys.readouterr().out.splitlines()
+        if "\N{BOX DRAWINGS LIGHT VERTICAL}" in line
+    ]
+    assert "".join(cells).startswith("".join(KEYS[:8]))
+
+
 def test_before_the_start(fresh_run, capsys):
     report.report(fresh_run.folder, as_json=True)
     found = json.loads(capsys.readouterr().out)
