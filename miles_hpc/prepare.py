@@ -163,7 +163,7 @@ def check_model(folder: Path, context_length: int) -> dict[str, Any]:
 def _facts(file: Path) -> dict[str, Any]:
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot be read: {edges.describe(error)}", where=str(file)) from None
     if not isinstance(facts, dict):
         raise ModelError("not a model's config.json: a JSON object is needed", where=str(file))

@@ -60,7 +60,7 @@ def stop_tokens(model_folder: Path) -> list[int]:
         file = model_folder / name
         try:
             ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, ValueError, RecursionError, AttributeError) as error:
             raise ModelError(f"cannot be read: {type(error).__name__}: {error}", where=str(file)) from None
         if ids is not None and ids != []:
             found = ids if isinstance(ids, list) else [ids]

@@ -156,6 +156,8 @@ DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "an end in words": (_text("generation_config.json", '{"eos_token_id": "<eos>"}'), "eos_token_id = '<eos>'"),
     "half an end": (_text("generation_config.json", '{"eos_token_id": [1, 0.5]}'), r"eos_token_id = \[1, 0.5\]"),
     "half a generation_config": (lambda f: (f / "generation_config.json").write_text("{"), "cannot be read"),
+    "brackets": (_text("config.json", "[" * 100_000), "cannot be read"),
+    "brackets as generation_config": (_text("generation_config.json", "[" * 100_000), "cannot be read"),
     "a list as generation_config": (lambda f: (f / "generation_config.json").write_text("[]"), "cannot be read"),
     "no tokenizer": (lambda f: [file.unlink() for file in f.glob("tokenizer*")], "no usable tokenizer"),
     "half a tokenizer": (lambda f: _cut(f / "tokenizer.json"), "no usable tokenizer"),

@@ -31,6 +31,8 @@ REFUSED = {
     "model_type": (lambda c: c.update(model_type="nonesuch"), "supported: Qwen3ForCausalLM"),
     "bias": (lambda c: c.update(attention_bias=True), "attention_bias"),
     "rotary positions": (lambda c: c["rope_parameters"].update(rope_type="dynamic", factor=2.0), "rope_type default, linear"),
+    "a size in words": (lambda c: c.update(hidden_size="x"), "config.json cannot be read: .*'hidden_size'"),
+    "a list as model_type": (lambda c: c.update(model_type=[1]), "config.json cannot be read"),
     "activation": (lambda c: c.update(hidden_act="gelu"), "hidden_act = 'gelu'"),
 }
 
