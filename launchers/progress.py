@@ -58,7 +58,7 @@ def progress_of(folder: Path, steps: int) -> Progress:
 
 def _seconds_left(times: list[float], steps_left: int) -> float | None:
     gaps = [b - a for a, b in pairwise(times)]
-    return median(gaps) * steps_left if gaps else None
+    return max(0.0, median(gaps)) * steps_left if gaps else None  # clocks of nodes differ, or are set back
 
 
 def duration(seconds: float) -> str:

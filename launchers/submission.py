@@ -205,8 +205,8 @@ def _resolved(config: Config, job: JobSpec) -> Config:
 
 def _write(folder: Path, config: Config) -> None:
     paths = RunPaths(folder)
-    paths.config.write_text(configuration.dump(config), encoding="utf-8")
-    paths.provenance.write_text(json.dumps(provenance.collect(config), indent=1), encoding="utf-8")
+    durable.replace(paths.config, configuration.dump(config))
+    durable.replace(paths.provenance, json.dumps(provenance.collect(config), indent=1))
 
 
 def _submit(job: JobSpec, config: Config, without_slurm: bool, keep: Mapping[str, Any] = MappingProxyType({})) -> None:

@@ -24,7 +24,12 @@ def replace(file: Path, text: str) -> None:
         OSError: the filesystem refused.
     """
     temporary = file.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    fsync(temporary)
-    temporary.replace(file)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        fsync(temporary)
+        temporary.replace(file)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        error.filename = error.filename or str(file)  # a write that fails does not say of what
+        raise
     fsync(file.parent)

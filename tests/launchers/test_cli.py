@@ -200,6 +200,21 @@ def test_any_terminal_will_do(toml, way):
     assert (result.returncode, result.stderr) == (0, "")
 
 
+FULL_DISK = """
+import resource, signal, sys
+from miles_hpc.launchers import cli
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def test_a_file_that_the_disk_refuses_is_named_and_nothing_is_left(no_slurm, toml):
+    result = subprocess.run([sys.executable, "-c", FULL_DISK, "run", "--local", str(toml)], capture_output=True, text=True)
+    assert result.returncode == 3 and re.search(r"where: \S*/config.toml\n  next: ", result.stderr), result.stderr
+    assert list((no_slurm / "runs").iterdir()) == []
+
+
 @pytest.fixture
 def silent_slurm(no_slurm, toml, monkeypatch):
     """A run of a Slurm whose programs wait for a controller that is gone, and what they were asked."""

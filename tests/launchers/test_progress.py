@@ -34,6 +34,11 @@ def test_reward_phases_and_time_left_by_the_median_step(tmp_path):
     assert progress_of(tmp_path, 40).line() == "4/40 steps done  reward 0.400  rollout 1.2 s  train 0.5 s  ETA 1 min 12 s"
 
 
+def test_a_clock_that_is_set_back_leaves_no_time_less_than_none(tmp_path):
+    write(tmp_path, step(0, 5000.0), step(1, 10.0))
+    assert progress_of(tmp_path, 4).line().endswith("ETA 0 s")
+
+
 def test_durations_name_their_units():
     assert [duration(s) for s in (0.4, 59.6, 3599.4, 6949, 90000)] == [
         "0 s",
