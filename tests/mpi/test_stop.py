@@ -62,7 +62,7 @@ def reward(prompt, answer, label, metadata):
     if sum(map(ord, prompt)) % 2 or now(1)[0] == "evaluation":
         wait_in(*now(1))
     with (HERE / f"scored-{now(1)[1]}").open("a") as file:
-        file.write(prompt + "\n")
+        file.write(f"{prompt}\\n")
     return float(len(answer) % 3)  # differs within any group: without it nothing is trained
 
 
