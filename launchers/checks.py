@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from miles_hpc import config as configuration
-from miles_hpc import protocols, records
+from miles_hpc import edges, protocols, records
 from miles_hpc.config import Config, Data
 from miles_hpc.errors import DataError, EdgeError, ModelError, SiteError
 from miles_hpc.launchers.controller import Kind, Partition
@@ -85,6 +85,7 @@ def check_files(config: Config) -> None:
         ModelError, DataError, EdgeError: one of them does not.
     """
     folder = Path(config.run.edges_folder)
+    edges.search(config.run.edges_folder)
     model = Path(config.model.path)
     if config.model.path and not config.model.source and not (model / "config.json").is_file():
         hint = "name the folder of a checkpoint, or a function that makes one: model.source"

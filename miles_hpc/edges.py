@@ -18,6 +18,8 @@ from miles_hpc.errors import EdgeError
 
 EXCERPT = 80
 """Characters of a wrong value that a message shows."""
+_searched = [""]
+"""The run's folder that `search` has put into `sys.path`; empty: none."""
 
 
 def load(name: str, folder: str, *, key: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
@@ -38,7 +40,7 @@ def load(name: str, folder: str, *, key: str, arguments: tuple[str, ...]) -> Cal
 
 def find(name: str, folder: str, *, key: str) -> Callable[..., Any]:
     """As `load`, whatever the signature."""
-    _append(folder)
+    search(folder)
     module_name, _, attribute = name.partition(":")
     function = getattr(_module(module_name, name, key, folder), attribute, None)
     if not callable(function):
@@ -96,9 +98,18 @@ def location(error: BaseException) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
-def _append(folder: str) -> None:
-    if folder and folder not in sys.path:
+def search(folder: str) -> None:
+    """Search `folder` last from now on, and no other run's: one process may look at several that name their modules alike."""
+    before = _searched[0]
+    if before and before != folder:
+        sys.path[:] = [path for path in sys.path if path != before]
+        for name, module in list(sys.modules.items()):
+            if (getattr(module, "__file__", None) or "").startswith(f"{before}/"):
+                del sys.modules[name]
+        _searched[0] = ""
+    if folder and folder not in sys.path:  # what is there already is not ours to remove
         sys.path.append(folder)
+        _searched[0] = folder
 
 
 def _module(module_name: str, name: str, key: str, folder: str) -> Any:

@@ -38,6 +38,18 @@ def test_a_function_beside_the_file(folder: Path) -> None:
     assert load(folder, "edge_good:score")("p", "abc") == 3
 
 
+def test_modules_of_two_runs_may_have_the_same_name(folder: Path) -> None:
+    for answer in (1, 2):
+        (folder / str(answer)).mkdir()
+        write(folder, f"{answer}/edge_twin_part", f"ANSWER = {answer}\n")
+        write(
+            folder,
+            f"{answer}/edge_twin",
+            "from edge_twin_part import ANSWER\n\ndef score(prompt, answer):\n    return ANSWER\n",
+        )
+    assert [load(folder / run, "edge_twin:score")("p", "a") for run in ("1", "2", "1")] == [1, 2, 1]
+
+
 def test_the_folder_comes_last(folder: Path) -> None:
     write(folder, "json", "raise RuntimeError('must not be imported')\n")
     write(folder, "edge_last", "import json\ndef score(prompt, answer):\n    return json.loads('1')\n")
