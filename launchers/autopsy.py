@@ -1,14 +1,16 @@
 """The verdict of an attempt from outside: written where no rank could, corrected where Slurm knows more, completed always."""
 
+import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from miles_hpc import config as configuration
-from miles_hpc import statement, verdicts
+from miles_hpc import durable, statement, verdicts
 from miles_hpc.launchers import controller, evidence, verdict
 from miles_hpc.launchers.evidence import Evidence
 from miles_hpc.launchers.verdict import Verdict
@@ -33,38 +35,60 @@ class Start:
 
 
 def close(paths: RunPaths, attempt: int, seen: Evidence) -> None:
-    """Make sure that an attempt that has ended has a verdict, and that it holds what every rank last said."""
+    """Make sure that an attempt that has ended has a verdict, and that it holds what every rank last said.
+
+    Raises:
+        OSError: the filesystem refused; the verdict is as it was.
+    """
+    write(paths, attempt, conclusion(paths, attempt, seen))
+
+
+def conclusion(paths: RunPaths, attempt: int, seen: Evidence) -> dict[str, Any]:
+    """All fields of the verdict of an attempt that has ended: a rank's, corrected, or the likeliest where none can stand."""
     found = verdict.read(paths, attempt)
     if found and evidence.collateral(found, seen):
-        _put_aside(paths, attempt, "collateral")
         seen, found = evidence.of_others(found, seen), None
-    if found is None:
-        if paths.verdict(attempt).exists():
-            _put_aside(paths, attempt, "unreadable")
-        judged = evidence.judge(seen)
-        verdicts.write(paths, attempt, **{**judged.fields(), "next": _next_step(paths, attempt, judged)})
+    if found:
+        known = verdict.fields(paths, attempt) | evidence.refine(found, seen)
     else:
-        verdict.amend(paths, attempt, **evidence.refine(found, seen))
+        judged = evidence.judge(seen)
+        known = judged.fields() | {"next": _next_step(paths, attempt, judged), "attempt": attempt, "time": time.time()}
     # those of a rank that hung are in its verdict: as the watcher saw them, not as they were when Slurm had woken it
-    last_words = verdict.fields(paths, attempt).get("heartbeats") or evidence.last_words(paths.folder, attempt)
-    verdict.amend(paths, attempt, heartbeats=last_words, bad_nodes=list(seen.bad_nodes), job_state=seen.job_state)
+    last_words = known.get("heartbeats") or evidence.last_words(paths.folder, attempt)
+    return known | {"heartbeats": last_words, "bad_nodes": list(seen.bad_nodes), "job_state": seen.job_state}
+
+
+def write(paths: RunPaths, attempt: int, known: Mapping[str, Any]) -> None:
+    """Let this be the verdict of an attempt; one that does not stand is put aside."""
+    file, before = paths.verdict(attempt), verdict.fields(paths, attempt)
+    if file.exists() and before.get("time") != known.get("time"):
+        aside = file.with_suffix(".collateral.json" if before else ".unreadable.json")
+        aside.unlink(missing_ok=True)
+        os.link(file, aside)
+    durable.replace(file, json.dumps(known, indent=1))
 
 
 def close_last(paths: RunPaths, job_state: str = "") -> None:
-    """Close the newest attempt if its batch script vanished: its node died, or Slurm killed it before it could ask.
-
-    A rank may have written a verdict all the same; it lacks what only the batch side adds.
+    """Close the newest attempt if its batch script vanished.
 
     Args:
         job_state: what Slurm says about the job now that it has ended.
     """
+    if open_end := open_last(paths, job_state):
+        write(paths, *open_end)
+
+
+def open_last(paths: RunPaths, job_state: str = "") -> tuple[int, dict[str, Any]] | None:
+    """Number and verdict-to-be of the newest attempt if its batch script vanished: its node died, or Slurm killed it before
+    it could ask. A rank may have written a verdict all the same; it lacks what only the batch side adds.
+    """
     numbers = paths.attempt_numbers()
     if not numbers or "bad_nodes" in verdict.fields(paths, numbers[-1]):
-        return
+        return None
     start = started(paths, numbers[-1])
     state = end_of_job(paths, start) or (job_state if job_state in controller.ENDED else "")
     nodes = controller.bad_nodes(",".join(start.nodes))
-    close(paths, numbers[-1], Evidence(code=-1, job_state=state, bad_nodes=nodes, vanished=True))
+    return numbers[-1], conclusion(paths, numbers[-1], Evidence(code=-1, job_state=state, bad_nodes=nodes, vanished=True))
 
 
 def seen_now(paths: RunPaths, attempt: int, code: int, signal: str) -> Evidence:
@@ -105,11 +129,6 @@ def end_of_job(paths: RunPaths, start: Start) -> str:
     with paths.job_log.open("rb") as file:
         file.seek(start.job_log_bytes)
         return evidence.ended_by(file.read().decode("utf-8", errors="replace"))
-
-
-def _put_aside(paths: RunPaths, attempt: int, why: str) -> None:
-    file = paths.verdict(attempt)
-    file.rename(file.with_suffix(f".{why}.json"))
 
 
 def _next_step(paths: RunPaths, attempt: int, judged: Verdict) -> str:

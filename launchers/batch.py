@@ -15,9 +15,10 @@ from collections import Counter
 from pathlib import Path
 
 from miles_hpc import config as configuration
-from miles_hpc import disk, verdicts
-from miles_hpc.errors import MilesError
+from miles_hpc import disk, durable, statement, verdicts
+from miles_hpc.errors import MilesError, SiteError
 from miles_hpc.launchers import amendment, autopsy, controller, history, nodes, policy, requeue, verdict
+from miles_hpc.launchers.state import Submission
 from miles_hpc.launchers.verdict import Attempt, Situation
 from miles_hpc.paths import RunPaths
 
@@ -81,7 +82,7 @@ def _open(paths: RunPaths, avoid: tuple[str, ...]) -> int:
     pools = nodes.allocated()
     config = configuration.read(paths.config)
     hosts = nodes.hosts(pools, config, avoid) or nodes.hosts(pools, config) or []
-    paths.hosts(number).write_text("".join(f"{host}\n" for host in hosts), encoding="utf-8")
+    durable.replace(paths.hosts(number), "".join(f"{host}\n" for host in hosts))
     start = {
         "attempt": number,
         "time": time.time(),
@@ -91,7 +92,7 @@ def _open(paths: RunPaths, avoid: tuple[str, ...]) -> int:
         "job_log_bytes": paths.job_log.stat().st_size if paths.job_log.exists() else 0,
         "changed": (changed := amendment.noted(paths, number)),
     }
-    paths.start(number).write_text(json.dumps(start), encoding="utf-8")
+    durable.replace(paths.start(number), json.dumps(start))
     since = f"; changed: {amendment.sentence(changed)}" if changed else ""
     print(f"attempt {number} on {', '.join(sorted(set(hosts)))}{since}", file=sys.stderr)
     return number
@@ -111,8 +112,8 @@ def _thin_out(paths: RunPaths) -> None:
 
 def situation_of(paths: RunPaths, job_state: str = "") -> Situation:
     """The attempts since the user's last `run` or `resume`, and the run's limits."""
-    job = json.loads(paths.job.read_text(encoding="utf-8"))
-    numbers = [n for n in paths.attempt_numbers() if n >= job["first_attempt"]]
+    job = _submission(paths)
+    numbers = [n for n in paths.attempt_numbers() if n >= job.first_attempt]
     steps = [autopsy.started(paths, n).steps for n in numbers] + [completed_steps(paths)]
     attempts = (_attempt(paths, n, steps[i], steps[i + 1]) for i, n in enumerate(numbers))
     past = tuple(attempt for attempt in attempts if attempt)
@@ -122,10 +123,18 @@ def situation_of(paths: RunPaths, job_state: str = "") -> Situation:
         past,
         config.slurm.max_restarts,
         job_state,
-        slurm=job["scheduler"] == "slurm",
+        slurm=job.scheduler == "slurm",
         replaceable=nodes.hosts(pools, config, avoid) is not None,
         others=not avoid or _others(pools, avoid),
     )
+
+
+def _submission(paths: RunPaths) -> Submission:
+    """How the run was submitted; where job.json is damaged, as the environment tells, and every attempt counts."""
+    if found := statement.of(Submission, statement.read(paths.job)):
+        return found
+    print(f"warning: {paths.job} does not say how the run was submitted; all of its attempts count as of now", file=sys.stderr)
+    return Submission("slurm" if "SLURM_JOB_ID" in os.environ else "local", "", first_attempt=1)
 
 
 def _others(pools: nodes.Pools, avoid: tuple[str, ...]) -> bool:
@@ -165,6 +174,10 @@ def main(arguments: list[str]) -> int:
     except MilesError as error:  # such as a config.toml that somebody has damaged since
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # a full disk, a folder that may not be written
+        place = SiteError.of(error)
+        print(f"error: {place}", file=sys.stderr)
+        return place.exit_code
 
 
 def _answer(arguments: list[str]) -> int:

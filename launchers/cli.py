@@ -34,8 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:  # a full disk, a folder that may not be written
-        hint = "look at the space and the permissions there: df -h, ls -ld"
-        place = SiteError(f"{error.strerror or error}", where=str(error.filename or ""), next_step=hint)
+        place = SiteError.of(error)
         print(f"miles-submit: {place}", file=sys.stderr)
         return place.exit_code
     except KeyboardInterrupt:

@@ -2,9 +2,11 @@
 
 import shlex
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from miles_hpc import statement
 from miles_hpc.errors import UserError
 from miles_hpc.launchers import amendment, autopsy, controller, evidence, verdict
 from miles_hpc.launchers.evidence import Heartbeat
@@ -27,25 +29,39 @@ def why(folder: Path, attempt: int | None) -> str:
         UserError: no such attempt, or it has not ended yet.
     """
     paths, now = RunPaths(folder), state_of(folder, controller.BRIEF)
+    known = {n: verdict.fields(paths, n) for n in paths.attempt_numbers() if verdict.read(paths, n)}
     if now.ended and now.job["scheduler"] and now.slurm.state != "NO_ANSWER":
-        autopsy.close_last(paths, now.slurm.state)
-    ended = [n for n in paths.attempt_numbers() if verdict.read(paths, n)]
-    number = attempt or max(ended, default=0)
-    if (found := verdict.read(paths, number)) is None:
+        known |= _closed(paths, now.slurm.state)
+    number = attempt or max(known, default=0)
+    if number not in known:
         what = f"attempt {number} has no verdict" if attempt else "no attempt has ended yet"
-        known = f"; ended so far: {', '.join(map(str, ended))}" if ended else ""
-        raise UserError(f"{what}{known}", where=str(folder), next_step=f"miles-submit status {shlex.quote(str(folder))}")
-    return text(paths, number, found)
+        ended = f"; ended so far: {', '.join(map(str, known))}" if known else ""
+        raise UserError(f"{what}{ended}", where=str(folder), next_step=f"miles-submit status {shlex.quote(str(folder))}")
+    return text(paths, number, known[number])
 
 
-def text(paths: RunPaths, number: int, found: Verdict) -> str:
+def _closed(paths: RunPaths, job_state: str) -> dict[int, dict[str, Any]]:
+    """The verdict of the newest attempt where the batch side has left it open, by number; written if this user may."""
+    if (found := autopsy.open_last(paths, job_state)) is None:
+        return {}
+    number, known = found
+    try:
+        autopsy.write(paths, number, known)
+    except OSError as error:  # another user's run, a full disk: what is known can be said all the same
+        known["note"] = f"this verdict is not in the run folder: {error.strerror}: {error.filename}"
+    return {number: known}
+
+
+def text(paths: RunPaths, number: int, known: Mapping[str, Any]) -> str:
     """One attempt's verdict: a row per fact, a row per rank, the command, the traceback."""
-    rows = [f"{name:8} {value}" for name, value in _rows(paths, number, found) if value]
+    found = statement.of(Verdict, known)
+    assert found
+    rows = [f"{name:8} {value}" for name, value in _rows(paths, number, found, known) if value]
     trace = [f"\n{found.traceback.rstrip()}"] if found.traceback else []
     return "\n".join([f"attempt {number} of {paths.folder}: {found.word}", *rows, *trace])
 
 
-def _rows(paths: RunPaths, number: int, found: Verdict) -> Iterator[tuple[str, str]]:
+def _rows(paths: RunPaths, number: int, found: Verdict, known: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "changed", amendment.sentence(amendment.changes(paths, number))
     yield "what", found.error
     yield "where", found.where
@@ -54,7 +70,7 @@ def _rows(paths: RunPaths, number: int, found: Verdict) -> Iterator[tuple[str, s
     yield "doing", f"{found.phase}{f', step {found.step}' if found.step >= 0 else ''}"
     yield "end", _end(found)
     yield "nodes", ", ".join(found.nodes or found.bad_nodes)
-    for beat in evidence.heartbeats_of(verdict.fields(paths, number).get("heartbeats")):
+    for beat in evidence.heartbeats_of(known.get("heartbeats")):
         yield "rank", _rank(beat, found)
     for file in sorted(paths.attempt(number).glob("stacks/*")):
         yield "stacks", str(file) if file.stat().st_size else ""
@@ -63,6 +79,7 @@ def _rows(paths: RunPaths, number: int, found: Verdict) -> Iterator[tuple[str, s
     yield "next", found.next
     if found.action == "stop" and found.kind != "done":
         yield "next", verdict.resume(paths.folder, found)
+    yield "note", str(known.get("note", ""))
 
 
 def _who(found: Verdict) -> str:

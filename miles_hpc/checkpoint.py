@@ -10,10 +10,11 @@ import shlex
 import shutil
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from miles_hpc import disk, durable, logline, sections
+from miles_hpc import disk, durable, logline, sections, statement
 from miles_hpc.archive import Archive
 from miles_hpc.durable import fsync
 from miles_hpc.errors import CheckpointError, ModelError, ResumeError
@@ -21,6 +22,16 @@ from miles_hpc.paths import RunPaths
 
 MANIFEST = "manifest.json"
 CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What manifest.json must say."""
+
+    version: int
+    model: dict[str, Any]
+    files: dict[str, tuple[int, int]]
+    """Size in bytes and CRC-32, by name."""
 
 
 class State(Protocol):
@@ -214,29 +225,31 @@ def _manifest_of(version: int, model: dict[str, Any], parts: list[dict[str, tupl
     return {"version": version, "model": model, "files": {name: sums for part in parts for name, sums in part.items()}}
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / MANIFEST).read_text())
+def _manifest(folder: Path) -> Manifest:
+    """Raises: FileNotFoundError: there is none. ValueError: it does not say what a manifest says."""
+    if (found := statement.of(Manifest, statement.parsed((folder / MANIFEST).read_bytes()) or {})) is None:
+        raise ValueError(f"{MANIFEST} does not state version, model and files")
+    return found
 
 
 def _problem(folder: Path, state: State) -> str:
     """What is wrong with this rank's share of the files; empty if nothing is."""
     try:
         manifest = _manifest(folder)
-        if manifest["version"] != _version(folder):
-            return f"{MANIFEST} is of version {manifest['version']}"
-        files = manifest["files"]
-        for name in _share(sorted(files), state):
-            if (found := list(_sum(folder / name))) != files[name]:
-                return f"{name} is damaged (size and CRC-32 {found}, written {files[name]})"
+        if manifest.version != _version(folder):
+            return f"{MANIFEST} is of version {manifest.version}"
+        for name in _share(sorted(manifest.files), state):
+            if (found := _sum(folder / name)) != manifest.files[name]:
+                return f"{name} is damaged (size and CRC-32 {found}, written {manifest.files[name]})"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"unreadable: {error!r}"
+    except (OSError, ValueError) as error:  # a name with a NUL is a ValueError too
+        return f"unreadable: {error}"
     return ""
 
 
 def _check_model(folder: Path, model: dict[str, Any]) -> None:
-    saved = _manifest(folder)["model"]
+    saved = _manifest(folder).model
     keys = [k for k in sorted(saved | model) if saved.get(k) != model.get(k)]
     differences = [f"{k} = {saved.get(k)} (this model: {model.get(k)})" for k in keys]
     if differences:

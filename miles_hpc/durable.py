@@ -30,6 +30,6 @@ def replace(file: Path, text: str) -> None:
         temporary.replace(file)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        error.filename = error.filename or str(file)  # a write that fails does not say of what
+        error.filename = str(file)  # not the temporary one; a write that fails names none
         raise
     fsync(file.parent)

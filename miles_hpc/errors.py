@@ -99,6 +99,12 @@ class SiteError(MilesError):
     kind = "user_error"
     exit_code = 3
 
+    @classmethod
+    def of(cls, error: OSError) -> "SiteError":
+        """What the file system refused."""
+        hint = "look at the space and the permissions there: df -h, ls -ld"
+        return cls(f"{error.strerror or error}", where=str(error.filename or ""), next_step=hint)
+
 
 class Stopped(MilesError):
     """A signal asked this rank to end; no error, the run goes on in another attempt."""

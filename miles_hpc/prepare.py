@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from miles_hpc import archive, calls, config, data, demonstrations, edges, verdicts
+from miles_hpc import archive, calls, config, data, demonstrations, edges, statement, verdicts
 from miles_hpc.config import Config
 from miles_hpc.errors import EdgeError, ModelError, UserError
 from miles_hpc.paths import RunPaths
@@ -48,7 +48,8 @@ def passed(paths: RunPaths, attempt: int) -> bool:
     """True if the attempt before got as far as its ranks and the user has said nothing since."""
     if not paths.launcher_log(attempt - 1).exists():
         return False
-    return attempt > json.loads(paths.job.read_text(encoding="utf-8"))["first_attempt"]
+    first = statement.read(paths.job).get("first_attempt")  # in a damaged job.json none: to look once more is never wrong
+    return isinstance(first, int) and attempt > first
 
 
 def prepare(run: Config, paths: RunPaths) -> None:

@@ -21,6 +21,12 @@ ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM")
 Scalar = bool | int | float | str | list[bool | int | float | str]
 
 
+def _line(value: str) -> str:
+    if CONTROL.search(value):
+        raise PydanticCustomError("control", "Input should be one line of text without control characters")
+    return value
+
+
 class Section(BaseModel):
     """A section: frozen, of strict types, without keys that nobody knows."""
 
@@ -32,9 +38,7 @@ class Section(BaseModel):
         """What names, paths and C libraries can do with."""
         if isinstance(value, int) and value >= 1 << 32:
             raise PydanticCustomError("too_large", "Input should be less than 2^32")
-        if isinstance(value, str) and CONTROL.search(value):
-            raise PydanticCustomError("control", "Input should be one line of text without control characters")
-        return value
+        return _line(value) if isinstance(value, str) else value
 
 
 class Run(Section):
@@ -300,6 +304,12 @@ class Component(Section):
     """Slurm node feature."""
     extra: list[str] = []
     """Further sbatch options, each written as `--key=value`."""
+
+    @field_validator("extra")
+    @classmethod
+    def _directives(cls, options: list[str]) -> list[str]:
+        """Each is the rest of a line of the job script."""
+        return [_line(option) for option in options]
 
     @property
     def ranks(self) -> int:

@@ -52,6 +52,9 @@ def write(paths: RunPaths, attempt: int, /, *, kind: str, **fields: object) -> b
         os.link(temporary, final)
     except FileExistsError:
         return False
+    except OSError as error:
+        error.filename = str(final)  # not the temporary one; a write that fails names none
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     return True

@@ -1,6 +1,8 @@
 """`begin` and `end` as the batch script calls them, outside Slurm."""
 
 import json
+import re
+import resource
 import sys
 import time
 from pathlib import Path
@@ -19,7 +21,7 @@ def paths(tmp_path: Path, launch_config, no_slurm) -> RunPaths:
     found = RunPaths(tmp_path / "run")
     found.folder.mkdir()
     found.config.write_text(configuration.dump(launch_config))
-    found.job.write_text(json.dumps({"scheduler": "slurm", "first_attempt": 1}))
+    found.job.write_text(json.dumps({"scheduler": "slurm", "job_id": "", "first_attempt": 1}))
     found.job_log.touch()
     return found
 
@@ -238,7 +240,7 @@ def test_a_resume_starts_counting_anew(paths, pauses):
         end(paths, number, kind="rank_died")
     assert pauses == [0.0, 10.0]
     assert batch.begin(paths.folder) is None
-    paths.job.write_text(json.dumps({"scheduler": "slurm", "first_attempt": 4}))
+    paths.job.write_text(json.dumps({"scheduler": "slurm", "job_id": "", "first_attempt": 4}))
     assert batch.begin(paths.folder) == "004"
     assert end(paths, 4, kind="rank_died") == "restart"
 
@@ -257,6 +259,37 @@ def test_a_configuration_that_was_damaged_is_named_without_a_traceback(paths, ca
     assert batch.main(["begin", str(paths.folder)]) == 2
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("error: not valid TOML") and str(paths.config) in said.err
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"scheduler": "slurm", "job_id": "7", "first_attempt": "x"}', None])
+def test_a_run_whose_job_json_is_damaged_goes_on_and_still_ends(paths, monkeypatch, capsys, text):
+    """The environment tells whether it is Slurm's, and all attempts count."""
+    monkeypatch.setenv("SLURM_JOB_ID", "3")
+    monkeypatch.setattr(controller, "_ask", lambda *command: "")
+    monkeypatch.setattr(batch.requeue, "send_back", lambda job_id, avoid: "")
+    batch.begin(paths.folder)
+    paths.job.write_text(text) if text is not None else paths.job.unlink()
+    assert batch.main(["end", str(paths.folder), "1", "0", "none"]) == 0
+    assert end(paths, 1, kind="bug") == "restart"
+    assert batch.begin(paths.folder) == "002"
+    assert end(paths, 2, kind="time_limit") == "requeue"
+    assert batch.begin(paths.folder) == "003"
+    assert end(paths, 3, kind="bug") == "stop"
+    said = capsys.readouterr().err
+    assert f"warning: {paths.job} does not say" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(("command", "file"), [("begin", "hosts"), ("end", "verdict.json")])
+def test_a_full_disk_ends_the_batch_script_with_the_file_and_what_to_do(paths, capsys, command, file):
+    if command == "end":
+        batch.begin(paths.folder)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
+    code = batch.main([command, str(paths.folder), *(["1", "137", "none"] if command == "end" else [])])
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr()
+    assert (code, said.out) == (3, "") and re.search(rf"where: \S*/{file}\n  next: ", said.err), said.err
+    assert batch.begin(paths.folder)  # with room again
 
 
 def test_a_rank_that_failed_because_another_was_killed_is_not_the_one_to_blame(paths):

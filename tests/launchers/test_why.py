@@ -1,6 +1,14 @@
 """`miles-submit why` on run folders as attempts of every kind leave them."""
 
+import contextlib
 import json
+import os
+import re
+import resource
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +72,46 @@ def test_where_the_batch_side_died_too_the_verdict_is_written_now(paths, capsys)
     told = json.loads(paths.verdict(1).read_text())
     assert told["kind"] == "node_failure" and told["heartbeats"][0]["peak_memory_mib"] == 1000
     assert "vanished" in capsys.readouterr().out
+
+
+@contextlib.contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """No file can be written beyond its first bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def another_user(folder: Path) -> Iterator[None]:
+    folder.chmod(0o555)
+    before = os.geteuid()
+    os.seteuid(before or 65534)
+    yield
+    os.seteuid(before)
+
+
+@pytest.mark.parametrize("left", ["nothing", "a rank's verdict", "half a verdict"])
+@pytest.mark.parametrize(("way", "reason"), [(full_disk, "File too large"), (another_user, "Permission denied|Operation not permitted")])
+def test_who_cannot_write_into_the_run_reads_the_judgement_all_the_same(paths, capsys, way, reason, left):
+    if left == "a rank's verdict":
+        verdicts.write(paths, 1, kind="hang", error="said by a rank")
+    if left == "half a verdict":
+        paths.verdict(1).write_text('{"kind"')
+    beat(paths, 0, "train", 1000.0)
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        run = RunPaths(shutil.copytree(paths.folder, Path(place) / "run"))
+        before = {file.name: file.read_bytes() for file in run.attempt(1).iterdir()}
+        with way(run.attempt(1)):
+            assert cli.main(["why", str(run.folder)]) == 0
+        assert before.items() <= {file.name: file.read_bytes() for file in run.attempt(1).iterdir()}.items()
+        said = capsys.readouterr()
+        assert ("said by a rank" if "rank" in left else "vanished") in said.out and "peak 1000 MiB" in said.out
+        assert re.search(f"note .*({reason}): {run.verdict(1)}", said.out) and said.err == ""
+        assert cli.main(["why", str(run.folder)]) == 0 and verdict.read(run, 1)
+        assert "note" not in capsys.readouterr().out
 
 
 def test_an_attempt_by_number(paths):

@@ -115,19 +115,29 @@ def _flip(folder):
     file.write_bytes(content)
 
 
-def _version(folder, number):
-    manifest = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps(manifest | {"version": number}))
+def _without(key):
+    return lambda folder: _manifest(folder, lambda values: values.pop(key))
+
+
+def _manifest(folder, change):
+    values = json.loads((folder / MANIFEST).read_text())
+    change(values)
+    (folder / MANIFEST).write_text(json.dumps(values))
 
 
 DAMAGE = {
+    **{f"without {key}": (_without(key), "does not state") for key in ("version", "model", "files")},
+    "a list for a model": (lambda f: _manifest(f, lambda m: m.update(model=[1])), "does not state"),
+    "a list of files": (lambda f: _manifest(f, lambda m: m.update(files=["value"])), "does not state"),
+    "a sum too few": (lambda f: _manifest(f, lambda m: m["files"].update(value=[1])), "does not state"),
+    "a name that is none": (lambda f: _manifest(f, lambda m: m["files"].update({"\0": [1, 1]})), "unreadable"),
     "flipped bit": (_flip, "large is damaged"),
     "cut": (lambda f: (f / "sub" / "large").write_bytes(b"x" * 4_999_999), "large is damaged"),
     "lost file": (lambda f: (f / "value").unlink(), "value is missing"),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST} is missing"),
-    "half a manifest": (lambda f: (f / MANIFEST).write_text('{"version": 2'), "unreadable"),
-    "another manifest": (lambda f: (f / MANIFEST).write_text("[]"), "unreadable"),
-    "another version": (lambda f: _version(f, 7), f"{MANIFEST} is of version 7"),
+    "half a manifest": (lambda f: (f / MANIFEST).write_text('{"version": 2'), "does not state"),
+    "another manifest": (lambda f: (f / MANIFEST).write_text("[]"), "does not state"),
+    "another version": (lambda f: _manifest(f, lambda m: m.update(version=7)), f"{MANIFEST} is of version 7"),
     "no file at all": (lambda f: (shutil.rmtree(f), f.mkdir()), f"{MANIFEST} is missing"),
 }
 

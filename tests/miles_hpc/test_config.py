@@ -272,6 +272,9 @@ def test_files_that_cannot_be_read(tmp_path, file):
     assert "not valid TOML" in refused(file)
     file.write_text("", encoding="utf-8")
     assert "run: missing" in refused(file)
+    for part in ("train", "rollout"):
+        key = f"slurm.{part}.extra"
+        assert f"{key}: " in refused(file, f'{key}=["--nice=1", "--comment=a\\n--exclusive"]')
     for text in ("[" * 5000, "9" * 5000):
         file.write_text(f"run = {text}", encoding="utf-8")
         assert "not valid TOML" in refused(file)

@@ -77,7 +77,9 @@ def test_a_restart_takes_the_input_as_good_until_the_user_says_something_new(tmp
     paths.launcher_log(2).touch()
     assert [prepare.passed(paths, attempt) for attempt in (1, 2, 3)] == [False, False, True]
     assert command(tmp_path, 3).returncode == 0
-    paths.job.write_text(json.dumps({"first_attempt": 3}))
+    for said in (json.dumps({"first_attempt": 3}), "{", '{"first_attempt": "x"}'):  # damaged: looked at once more
+        paths.job.write_text(said)
+        assert not prepare.passed(paths, 3)
     assert command(tmp_path, 3).returncode == 2
 
 
