@@ -76,8 +76,8 @@ def job_of(paths: RunPaths) -> dict[str, Any]:
         return {"scheduler": "", "job_id": "", "first_attempt": 1}
     job = statement.read(paths.job)
     if (said := statement.of(Submission, job)) is None:
-        known = f'{{"scheduler": "slurm" or "local", "job_id": "", "first_attempt": {max(paths.attempt_numbers(), default=0) + 1}}}'
-        hint = f"restore it, or once the job has ended write {known} there; report, audit and samples work without it"
+        least = '{"scheduler": "local", "job_id": "", "first_attempt": 1}'  # enough for `resume`, which writes it anew
+        hint = f"restore it, or once the job has ended write {least} there; report, audit and samples work without it"
         raise UserError("it does not say how the run was submitted", where=str(paths.job), next_step=hint)
     return job | asdict(said)
 

@@ -4,6 +4,7 @@ The only place that catches everything: whatever ends a rank leaves a verdict, t
 """
 
 import argparse
+import contextlib
 import gc
 import os
 import signal
@@ -41,10 +42,12 @@ def main(arguments: list[str] | None = None) -> None:
         watchdog.start()
         kind = _run(told, config, paths, heartbeat, world)
         watchdog.stop()
+        _end_forks()
     except BaseException as error:
         try:
             _fail(error, paths, told.attempt, heartbeat)
         finally:  # a full disk takes no verdict; to leave by an exception would wait for the other ranks in MPI's finalisation
+            _end_forks()
             _end(world)
     if rank == 0:
         _conclude(kind, paths, told.attempt, heartbeat)
@@ -105,11 +108,7 @@ def _conclude(kind: str, paths: RunPaths, attempt: int, heartbeat: Heartbeat) ->
 
 
 def _fail(error: BaseException, paths: RunPaths, attempt: int, heartbeat: Heartbeat) -> None:
-    """The error in this rank's log and, if no other rank was faster, in the verdict."""
-    if isinstance(error, UserError | Stopped):
-        print(f"error: {error}", file=sys.stderr)
-    else:
-        traceback.print_exception(error)
+    """The error in the verdict, if no other rank was faster, and in this rank's log."""
     logs = verdicts.logs(paths.folder, heartbeat.role, heartbeat.rank, attempt)
     fields = heartbeat.state() | verdicts.of_error(error, logs)
     if signals.noted() == signal.SIGTERM and fields["kind"] in ("rank_died", "peer_lost", "bug", "hang"):
@@ -117,11 +116,23 @@ def _fail(error: BaseException, paths: RunPaths, attempt: int, heartbeat: Heartb
         fields["kind"] = "preempted"
     if fields["kind"] == "preempted":
         fields["signal"] = signals.noted()
-    verdicts.write(paths, attempt, **fields)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    try:
+        verdicts.write(paths, attempt, **fields)
+    finally:
+        _log(error)
     if fields["kind"] == "peer_lost":
         _leave_it_to_the_launcher()
+
+
+def _log(error: BaseException) -> None:
+    """As far as there is a log: an edge may have closed it, or the disk be full."""
+    with contextlib.suppress(OSError, ValueError):
+        if isinstance(error, UserError | Stopped):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
+        sys.stderr.flush()
+        sys.stdout.flush()
 
 
 def _leave_it_to_the_launcher() -> None:
@@ -129,6 +140,16 @@ def _leave_it_to_the_launcher() -> None:
     end = time.monotonic() + BEREFT_SECONDS
     while time.monotonic() < end and signals.noted() != signal.SIGTERM:
         time.sleep(0.05)
+
+
+def _end_forks() -> None:
+    """Kill what an edge has forked and not ended: it holds this rank's connections too, and mpiexec waits for their end."""
+    rank = Path("/proc/self/cmdline").read_bytes()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and (process / "cmdline").read_bytes() == rank:
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def _end(world: list[World]) -> None:

@@ -14,7 +14,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from miles_hpc import archive, calls, config, data, demonstrations, edges, statement, verdicts
+from miles_hpc import archive, calls, config, data, demonstrations, edges, shape, statement, verdicts
 from miles_hpc.config import Config
 from miles_hpc.errors import EdgeError, ModelError, UserError
 from miles_hpc.paths import RunPaths
@@ -72,8 +72,7 @@ def prepare(run: Config, paths: RunPaths) -> None:
         what, hint = "train.routing_replay = true, but the model has no experts", "set train.routing_replay = false"
         raise ModelError(what, where=str(folder / "config.json"), next_step=hint)
     tokenizer = data.tokenizer_of(folder)
-    if len(tokenizer) > facts["vocab_size"]:
-        raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the model {facts['vocab_size']}", where=str(folder))
+    shape.check_tokens(facts, folder / "config.json", tokenizer.get_vocab(), stop_tokens(folder))
     check_teacher(run, tokenizer)
     limit = run.model.context_length - run.rollout.max_new_tokens
     prompts = data.load(run, "train", tokenizer)
@@ -140,7 +139,8 @@ def check_model(folder: Path, context_length: int) -> dict[str, Any]:
     """The model's config.json, if this project can train and serve it.
 
     Raises:
-        ModelError: unreadable, another architecture, no safetensors, or a shorter context than asked for.
+        ModelError: unreadable, another architecture, sizes that no model has, no safetensors, or a shorter context than asked
+            for.
     """
     file = folder / "config.json"
     facts = _facts(file)
@@ -149,6 +149,7 @@ def check_model(folder: Path, context_length: int) -> dict[str, Any]:
         raise ModelError(f"architecture {architecture} is not supported; {', '.join(ARCHITECTURES)} are", where=str(file))
     if not list(folder.glob("*.safetensors")):
         raise ModelError("there are no *.safetensors files", where=str(folder), next_step="save the model with safetensors")
+    shape.check(facts, file)
     _check_tensors(folder)
     longest = facts["max_position_embeddings"]
     if context_length > longest:
@@ -157,7 +158,6 @@ def check_model(folder: Path, context_length: int) -> dict[str, Any]:
             where=str(file),
             next_step=f"--set model.context_length={longest}",
         )
-    stop_tokens(folder)
     return facts
 
 
@@ -170,10 +170,6 @@ def _facts(file: Path) -> dict[str, Any]:
         raise ModelError("not a model's config.json: a JSON object is needed", where=str(file))
     if not isinstance(facts.get("architectures"), list | None):
         raise ModelError(f"architectures = {facts['architectures']!r}, a list is needed", where=str(file))
-    if facts.get("architectures"):
-        for key in ("max_position_embeddings", "vocab_size"):
-            if not isinstance(facts.get(key), int):
-                raise ModelError(f"{key} = {facts.get(key)!r}, a whole number is needed", where=str(file))
     return facts
 
 

@@ -93,7 +93,9 @@ def another_user(folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("left", ["nothing", "a rank's verdict", "half a verdict"])
-@pytest.mark.parametrize(("way", "reason"), [(full_disk, "File too large"), (another_user, "Permission denied|Operation not permitted")])
+@pytest.mark.parametrize(
+    ("way", "reason"), [(full_disk, "File too large"), (another_user, "Permission denied|Operation not permitted")]
+)
 def test_who_cannot_write_into_the_run_reads_the_judgement_all_the_same(paths, capsys, way, reason, left):
     if left == "a rank's verdict":
         verdicts.write(paths, 1, kind="hang", error="said by a rank")

@@ -1,8 +1,13 @@
 """The end of a rank that cannot say why it ends."""
 
+import contextlib
 import json
+import os
 import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +34,24 @@ def test_a_rank_ends_the_world_even_where_no_verdict_can_be_written(tmp_path, mo
     with pytest.raises(OSError, match="No space left"):
         rank.main(["--role", "train", "--run", str(tmp_path), *ARGUMENTS])
     assert ended == [[]]
+
+
+def test_a_rank_whose_log_takes_nothing_leaves_its_verdict_and_no_fork(tmp_path, monkeypatch):
+    fork = os.fork()
+    if not fork:
+        time.sleep(60)
+        os._exit(0)
+    program = subprocess.Popen(["sleep", "60"])  # holds nothing of ours
+    monkeypatch.setattr(signals, "install", lambda: None)
+    monkeypatch.setattr(rank, "_end", lambda world: sys.exit(1))
+    with contextlib.suppress(OSError), Path("/dev/full").open("w") as log:
+        monkeypatch.setattr(sys, "stderr", log)
+        with pytest.raises(SystemExit):
+            rank.main(["--role", "train", "--run", str(tmp_path), *ARGUMENTS])
+    assert "config.toml" in RunPaths(tmp_path).verdict(1).read_text()
+    assert os.waitpid(fork, 0)[1] == signal.SIGKILL and program.poll() is None
+    program.kill()
+    program.wait()
 
 
 @pytest.mark.parametrize(
