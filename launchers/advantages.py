@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from miles_hpc.config import Train
 from miles_hpc.launchers.recount import Key, Step
 
 
@@ -37,6 +38,11 @@ FORMULAS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "reinforce_pp_baseline": _group_mean,
 }
 """Of one group; those of REINFORCE++ (arXiv 2501.03262) are whitened over all tokens of the step afterwards."""
+
+
+def always(train: Train) -> bool:
+    """True if samples with an advantage of 0 are trained too: by a critic, a teacher, a KL penalty or an entropy bonus."""
+    return train.advantage == "gae" or bool(train.teacher) or train.kl_coef > 0 or train.entropy_coef > 0
 
 
 def recount(step: Step, kind: str) -> dict[Key, float]:

@@ -103,9 +103,9 @@ class Audit:
             yield f"{folder}: prompt {prompt_id} is in the ledger but in no rollout shard"
         for prompt_id in sorted(step.groups.keys() - lines.keys()):
             yield f"{folder}: prompt {prompt_id} has a rollout shard but no line in the ledger"
-        advantages = self._advantages(step)
+        values, always = self._advantages(step), advantages.always(self.config.train)
         for prompt_id in sorted(lines.keys() & step.groups.keys()):
-            expected = _fate(step, prompt_id, advantages)
+            expected = _fate(step, prompt_id, values, always)
             for mismatch in _compared(lines[prompt_id], step.rewards(prompt_id), expected, step.refusal(prompt_id)):
                 yield f"{self.paths.ledger}: step {n}, prompt {prompt_id}: {mismatch}"
 
@@ -265,11 +265,14 @@ def _count(step: Step) -> Count:
     return Count(len(step.rollout), frozenset(step.groups), _mean(rewards), recount.distances(step))
 
 
-def _fate(step: Step, prompt_id: int, advantages: dict[Key, float]) -> str:
+def _fate(step: Step, prompt_id: int, advantages: dict[Key, float], always: bool) -> str:
     if step.refusal(prompt_id):
         return "refused"
     keys = [(prompt_id, index) for index in step.groups[prompt_id]]
-    return "trained" if any(advantages.get(key) for key in keys) else "zero_variance"
+    carrying = [key for key in keys if step.rollout[key].values["loss_mask"].any()]
+    if not carrying:
+        return "removed"
+    return "trained" if always or any(advantages.get(key) for key in carrying) else "zero_variance"
 
 
 def _compared(line: Line, rewards: np.ndarray, fate: str, reason: str) -> Problems:

@@ -52,7 +52,8 @@ def _show(group: Samples) -> None:
     for i in range(len(group)):
         parts = "".join(f"  {name} {values[i]:.3g}" for name, values in group.reward_parts.items())
         cut = "  (cut at max_new_tokens)" if group.status[i] == TRUNCATED else ""
-        print(f"  [{group.sample_index[i]}] reward {group.rewards[i]:.3g}{parts}  {group.answer_lengths[i]} tokens{cut}")
+        removed = "" if group.answer_lengths[i] else "  (kept out of the loss)"
+        print(f"  [{group.sample_index[i]}] reward {group.rewards[i]:.3g}{parts}  {group.generated[i]} tokens{cut}{removed}")
         print(_indented(group.answers[i], "      "))
 
 

@@ -50,7 +50,8 @@ def check_reward(config: Config, row: Row, text: str) -> None:
     """
     facts = {"finished": True, "tokens": 1, "max_new_tokens": config.rollout.max_new_tokens}
     try:
-        Reward.of(config)(text, "", row.label, {**row.metadata, **facts}, "an empty answer to the first prompt")
+        label, metadata = row.lent()
+        Reward.of(config)(text, "", label, metadata | facts, "an empty answer to the first prompt")
     except EdgeError as error:
         if config.rollout.reward_error == "fail" or "must return" in error.what:
             raise
@@ -70,18 +71,19 @@ def check_generate(config: Config, row: Row, text: str, tokenizer: Any) -> None:
     async def echo(asked: Request) -> Output:
         return Output([tokens[0]] * min(2, asked.max_new_tokens), [-1.0] * min(2, asked.max_new_tokens), True)
 
+    rows = [row.lent() for _ in range(rollout.samples_per_prompt)]
     samples = [
-        Sample(group_index=0, index=i, prompt=text, tokens=list(tokens), label=row.label, metadata=dict(row.metadata))
-        for i in range(rollout.samples_per_prompt)
+        Sample(group_index=0, index=i, prompt=text, tokens=list(tokens), label=label, metadata=metadata)
+        for i, (label, metadata) in enumerate(rows)
     ]
     requests = {(0, i): Request(tokens, 0, i, rollout.max_new_tokens) for i in range(len(samples))}
     clients = {name: SampleClient(echo, request, tokenizer, longest) for name, request in requests.items()}
     if rollout.generate:
         function = attach(config, "rollout.generate", rollout.generate)
-        asyncio.run(converse(function, samples[0], clients[0, 0], longest))
+        asyncio.run(converse(function, samples[0], clients[0, 0]))
     else:
         function = attach(config, "rollout.function", rollout.function)
-        asyncio.run(_exhaust(perform(function, samples, GroupClient(clients), longest)))
+        asyncio.run(_exhaust(perform(function, samples, GroupClient(clients))))
 
 
 async def _exhaust(answers: AsyncIterator[Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from miles_hpc.config import Config
-from miles_hpc.sample import Sample
+from miles_hpc.sample import Sample, refuse_removal
 from miles_hpc.samples.schema import TRUNCATED, Samples
 
 PACKAGES = ("miles", "slime")
@@ -137,7 +137,12 @@ def _reward(function: Callable[..., Any], args: SimpleNamespace) -> Callable[...
         sample = Sample(
             prompt=prompt, response=answer, label=label, metadata=dict(metadata), status=status, response_length=length
         )
-        return _read(function(args, sample), _numbers, args)
+
+        def read(returned: Any, args: Any) -> Any:
+            refuse_removal("the reward", [sample])
+            return _numbers(returned, args)
+
+        return _read(function(args, sample), read, args)
 
     return reward
 
@@ -185,7 +190,10 @@ def _filter(function: Callable[..., Any], args: SimpleNamespace) -> Callable[...
 
 def _advantage(function: Callable[..., Any], args: SimpleNamespace) -> Callable[..., Any]:
     def advantages(samples: Samples, group_size: int) -> Any:
-        returned = function(args, as_samples(samples))
+        seen = as_samples(samples)
+        before = [sample.remove_sample for sample in seen]
+        returned = function(args, seen)
+        refuse_removal("reward post-processing", seen, before)
         return np.asarray(returned[1], np.float32) if isinstance(returned, tuple) and len(returned) == 2 else returned
 
     return advantages
@@ -217,7 +225,8 @@ ADAPTERS: dict[str, Callable[[Callable[..., Any], SimpleNamespace], Callable[...
 def as_samples(samples: Samples) -> list[Sample]:
     """The samples of a step, one object each; labels are JSON texts here."""
     found = []
-    for i, length in enumerate(samples.answer_lengths.tolist()):
+    carrying = samples.answer_lengths
+    for i, length in enumerate(samples.generated.tolist()):
         tokens = slice(samples.offsets[i], samples.offsets[i + 1])
         status = Sample.Status.TRUNCATED if samples.status[i] == TRUNCATED else Sample.Status.COMPLETED
         found.append(
@@ -231,6 +240,7 @@ def as_samples(samples: Samples) -> list[Sample]:
                 label=samples.labels[i],
                 reward=float(samples.rewards[i]),
                 status=status,
+                remove_sample=not carrying[i],
             )
         )
     return found

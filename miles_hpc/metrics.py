@@ -93,10 +93,10 @@ class Clock:
         return seconds
 
 
-def of_samples(samples: Samples, advantages: np.ndarray, group_size: int) -> dict[str, float]:
-    """Reward, length and group statistics of a step."""
-    lengths = samples.answer_lengths
-    idle = (advantages.reshape(-1, group_size) == 0).all(1)
+def of_samples(samples: Samples, trained: np.ndarray, group_size: int) -> dict[str, float]:
+    """Reward, length and group statistics of a step; `trained` as in `fates`."""
+    lengths = samples.generated
+    groups = [_fate(samples, trained, group) for group in _groups(samples, group_size)]
     given = {name: values[~np.isnan(values)] for name, values in samples.reward_parts.items()}
     parts = {f"reward/{name}": float(values.mean()) for name, values in given.items() if len(values)}
     return {
@@ -106,7 +106,8 @@ def of_samples(samples: Samples, advantages: np.ndarray, group_size: int) -> dic
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated": float((samples.status == TRUNCATED).mean()),
-        "groups/zero_variance": float(idle.mean()),
+        "response/removed": float((samples.answer_lengths == 0).mean()),
+        "groups/zero_variance": groups.count("zero_variance") / len(groups),
     }
 
 
@@ -130,22 +131,35 @@ def of_refused(samples: Samples, refused: Samples, group_size: int, prompts: int
 def fates(
     samples: Samples,
     dropped: list[int],
-    advantages: np.ndarray,
+    trained: np.ndarray,
     group_size: int,
     step: int,
     attempt: int,
     refused: Samples | None = None,
 ) -> list[dict]:
-    """Ledger lines of a step: every prompt id and what became of it."""
+    """Ledger lines of a step: every prompt id and what became of it.
+
+    Args:
+        trained: [n] bool, samples that an optimizer step took.
+    """
     lines = []
-    for first in range(0, len(samples), group_size):
-        group = slice(first, first + group_size)
-        fate = "trained" if advantages[group].any() else "zero_variance"
+    for group in _groups(samples, group_size):
+        fate, first = _fate(samples, trained, group), group.start
         reward = round(float(samples.rewards[group].mean()), 6)
         lines.append({"prompt_id": int(samples.prompt_ids[first]), "fate": fate, "samples": group_size, "reward": reward})
     lines += _refused(refused, group_size) if refused else []
     lines += [{"prompt_id": prompt_id, "fate": "reward_error", "samples": 0, "reward": None} for prompt_id in dropped]
     return [{"step": step, **line, "attempt": attempt} for line in lines]
+
+
+def _groups(samples: Samples, group_size: int) -> list[slice]:
+    return [slice(first, first + group_size) for first in range(0, len(samples), group_size)]
+
+
+def _fate(samples: Samples, trained: np.ndarray, group: slice) -> str:
+    if trained[group].any():
+        return "trained"
+    return "zero_variance" if samples.answer_lengths[group].any() else "removed"
 
 
 def _refused(samples: Samples, group_size: int) -> list[dict]:

@@ -53,7 +53,8 @@ class Generate(Protocol):
 
     It gets the sample with its prompt and returns it with `tokens`, `response_length`, `rollout_log_probs`, `status`, and
     `loss_mask` with 0 on tokens that are not the model's. `engine.tokenizer` and `engine.max_new_tokens` are at hand. If it
-    sets `reward`, that is the reward and `rollout.reward` is not asked.
+    sets `reward`, that is the reward and `rollout.reward` is not asked. `remove_sample` keeps the sample in its group and out
+    of the loss; the statuses ABORTED and FAILED say that there is no answer, see `rollout.reward_error`.
     """
 
     async def __call__(self, sample: "Sample", engine: "SampleClient") -> "Sample": ...

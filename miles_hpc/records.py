@@ -5,6 +5,7 @@ them before the queue with the same eyes as the job.
 import json
 import time
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -25,6 +26,10 @@ class Row:
     """Text, or chat messages with `role` and `content`."""
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def lent(self) -> tuple[Any, dict[str, Any]]:
+        """Label and metadata for a user's function: copies, for it may change what it gets."""
+        return deepcopy(self.label), deepcopy(dict(self.metadata))
 
 
 def is_parquet(file: Path) -> bool:

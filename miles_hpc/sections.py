@@ -138,7 +138,7 @@ class Rollout(Section):
     group_reward: Edge | Literal[""] = ""
     """Function `(samples: list[Sample]) -> list[float]` that sees a whole group; its numbers replace the rewards."""
     reward_error: Literal["fail", "drop"] = "fail"
-    """A reward that raises or is not finite: end the run naming the sample, or drop its group and count it."""
+    """A reward that raises or is not finite, or no answer: end the run naming the sample, or drop its group and count it."""
     filters: list[Filter] = []
     """Groups that one of them refuses are not trained on and are replaced by other prompts, see `max_tries`."""
     max_tries: PositiveInt = 4

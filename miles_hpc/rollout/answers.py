@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from miles_hpc.errors import EngineError
+from miles_hpc.errors import EdgeError, EngineError
 from miles_hpc.records import Row
 from miles_hpc.rollout.judge import Judgement
 from miles_hpc.rollout.request import Draft, Output, Request
@@ -81,32 +81,35 @@ class Group:
         return self.judgement.result().refusal if self.judgement and not self.error else ""
 
 
-def failed(request: Request, error: EngineError) -> Answer:
-    """In place of an answer that the engine refused to give."""
+def failed(request: Request, error: EngineError | EdgeError) -> Answer:
+    """In place of an answer that the engine, or a generate or rollout function, did not give."""
     score: Future[Score] = Future()
     score.set_exception(error)
     return Answer(request, Output([], [], False), "", score, -1)
 
 
 def as_samples(group: Group) -> list[Sample]:
-    """As group rewards and filters see them, by sample index."""
-    return [
-        Sample(
-            group_index=group.prompt_id,
-            index=answer.request.sample_index,
-            prompt=group.prompt,
-            tokens=[*answer.request.tokens, *answer.output.tokens],
-            response=answer.text,
-            response_length=len(answer.output.tokens),
-            loss_mask=answer.output.mask,
-            label=group.row.label,
-            reward=_reward(answer.score.result()),
-            rollout_log_probs=answer.output.log_probs,
-            status=Sample.Status.COMPLETED if answer.output.stopped else Sample.Status.TRUNCATED,
-            metadata=dict(group.row.metadata),
-        )
-        for answer in _sorted(group)
-    ]
+    """As group rewards and filters see them, by sample index: theirs to change, nothing of it is what is stored."""
+    return [_as_sample(group, answer) for answer in _sorted(group)]
+
+
+def _as_sample(group: Group, answer: Answer) -> Sample:
+    label, metadata = group.row.lent()
+    return Sample(
+        group_index=group.prompt_id,
+        index=answer.request.sample_index,
+        prompt=group.prompt,
+        tokens=[*answer.request.tokens, *answer.output.tokens],
+        response=answer.text,
+        response_length=len(answer.output.tokens),
+        loss_mask=list(answer.output.mask),
+        label=label,
+        reward=_reward(answer.score.result()),
+        rollout_log_probs=list(answer.output.log_probs),
+        status=Sample.Status.COMPLETED if answer.output.stopped else Sample.Status.TRUNCATED,
+        metadata=metadata,
+        remove_sample=answer.output.removed,
+    )
 
 
 def _sorted(group: Group) -> list[Answer]:
@@ -137,7 +140,7 @@ def samples_of(group: Group) -> Samples:
         sample_index=np.array([a.request.sample_index for a in answers], np.int32),
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         tokens=flat([(a.request.tokens, a.output.tokens) for a in answers], np.int32),
-        loss_mask=flat([([0] * len(a.request.tokens), a.output.mask) for a in answers], np.uint8),
+        loss_mask=flat([([0] * len(a.request.tokens), a.output.carrying) for a in answers], np.uint8),
         rollout_log_probs=flat([([0.0] * len(a.request.tokens), a.output.log_probs) for a in answers], np.float32),
         weight_versions=flat([([-1] * len(a.request.tokens), a.versions) for a in answers], np.int32),
         rewards=np.array(rewards(group), np.float32),

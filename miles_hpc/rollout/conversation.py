@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import Any, Self
 
@@ -30,11 +31,11 @@ class SampleClient:
     """The engine, as a generate function sees it."""
 
     def __init__(self, ask: Callable[[Request], Awaitable[Output]], request: Request, tokenizer: Any, longest: int) -> None:
-        self._ask, self._request, self._longest = ask, request, longest
+        self._ask, self._request, self.longest = ask, request, longest
         self.tokenizer = tokenizer
         self.max_new_tokens = request.max_new_tokens
-        self._turns: list[tuple[list[int], np.ndarray]] = []
-        """Tokens of a request and its answer, and their routing, where it is recorded."""
+        self._turns: list[tuple[list[int], Output]] = []
+        """Tokens of a request and its answer, and the answer."""
 
     async def generate(self, tokens: Sequence[int], max_new_tokens: int | None = None) -> Output:
         """Continue `tokens`. The noise is that of the sample at these positions: the same tokens are continued in the same way.
@@ -42,23 +43,32 @@ class SampleClient:
         Raises:
             ValueError: there is no room for a single token.
         """
-        room = min(max_new_tokens or self.max_new_tokens, self._longest - len(tokens))
+        room = min(max_new_tokens or self.max_new_tokens, self.longest - len(tokens))
         if room < 1:
-            raise ValueError(f"{len(tokens)} tokens leave no room for an answer in {self._longest}")
+            raise ValueError(f"{len(tokens)} tokens leave no room for an answer in {self.longest}")
         output = await self._ask(replace(self._request, tokens=list(tokens), max_new_tokens=room))
-        if output.routing is not None:
-            self._turns.append(([*tokens, *output.tokens], output.routing))
+        self._turns.append(([*tokens, *output.tokens], output))
         return output
 
     def routing(self, tokens: Sequence[int]) -> np.ndarray | None:
         """`Samples.routing` of a conversation: of its longest beginning that is a whole turn, zeros behind."""
-        if not self._turns:
+        recorded = next((output.routing for _, output in self._turns if output.routing is not None), None)
+        if recorded is None:
             return None
-        whole = np.zeros((len(tokens), *self._turns[0][1].shape[1:]), self._turns[0][1].dtype)
-        for turn, rows in sorted(self._turns, key=lambda pair: len(pair[0])):
-            if list(tokens[: len(turn)]) == turn:
-                whole[: len(turn)] = rows
+        whole = np.zeros((len(tokens), *recorded.shape[1:]), recorded.dtype)
+        for turn, output in self._within(tokens):
+            if output.routing is not None:
+                whole[: len(turn)] = output.routing
         return whole
+
+    def stopped(self, tokens: Sequence[int]) -> bool | None:
+        """How the last answer in a conversation ended, see `Output.stopped`; None: there is none of the engine's in it."""
+        turns = self._within(tokens)
+        return turns[-1][1].stopped if turns else None
+
+    def _within(self, tokens: Sequence[int]) -> list[tuple[list[int], Output]]:
+        """The turns with which a conversation begins, shortest first."""
+        return sorted((pair for pair in self._turns if list(tokens[: len(pair[0])]) == pair[0]), key=lambda pair: len(pair[0]))
 
 
 class Conversations:
@@ -167,9 +177,7 @@ class Conversations:
 
     async def _talk(self, key: int, request: Request) -> None:
         try:
-            self._events.put(
-                ("done", key, await converse(self.function, self.describe(request), self._client(request), self.longest))
-            )
+            self._events.put(("done", key, await converse(self.function, self.describe(request), self._client(request))))
         except BaseException as error:
             refused = isinstance(error.__cause__, EngineError)  # twice, which is this request's misfortune alone
             self._events.put(("done", key, error.__cause__ if refused else error))
@@ -192,7 +200,7 @@ def _tell(asked: asyncio.Future[Output], output: Output | EngineError) -> None:
         asked.set_result(output)
 
 
-async def converse(function: Generate, sample: Sample, client: SampleClient, longest: int) -> Output:
+async def converse(function: Generate, sample: Sample, client: SampleClient) -> Output:
     """One conversation, its result checked.
 
     Raises:
@@ -204,22 +212,38 @@ async def converse(function: Generate, sample: Sample, client: SampleClient, lon
         found = await function(sample, client)
     except Exception as error:
         raise EdgeError(f"{key} raised {edges.describe(error)}", where=edges.location(error)) from error
-    return replace(checked(key, function, found, prompt, longest), routing=client.routing(found.tokens))
+    answer = checked(key, function, found, prompt, client)
+    return answer if answer.failure else replace(answer, routing=client.routing(found.tokens))
 
 
-def checked(key: str, function: Any, found: Any, prompt: list[int], longest: int) -> Output:
-    """The answer of a sample that `function` has finished.
+def checked(key: str, function: Any, found: Any, prompt: list[int], client: SampleClient) -> Output:
+    """The answer of a sample that `function` has finished, or that there is none.
 
     Raises:
         EdgeError: it does not fit.
     """
-    if problem := _problem(found, prompt, longest):
+    status = _status(found)
+    if status in (Sample.Status.ABORTED, Sample.Status.FAILED) and not found.remove_sample:
+        return Output([], [], False, failure=status.name)
+    if problem := _problem(found, prompt, client.longest):
+        raise edges.wrong(f"{key}: {problem};", function, "the sample with its answer", found)
+    stopped = client.stopped(found.tokens) if status is Sample.Status.PENDING else status is Sample.Status.COMPLETED
+    if (status is None or stopped is None) and not found.remove_sample:
+        problem = f"status {found.status} does not say whether the answer is COMPLETED or TRUNCATED"
         raise edges.wrong(f"{key}: {problem};", function, "the sample with its answer", found)
     length = found.response_length
     mask = [1] * length if found.loss_mask is None else [int(flag) for flag in found.loss_mask]
     tokens = [int(token) for token in found.tokens[len(prompt) :]]
     log_probs = [float(value) * flag for value, flag in zip(found.rollout_log_probs or (), mask, strict=True)]
-    return Output(tokens, log_probs, found.status is not Sample.Status.TRUNCATED, mask, found.reward)
+    return Output(tokens, log_probs, bool(stopped), mask, copy(found.reward), removed=bool(found.remove_sample))
+
+
+def _status(found: Any) -> Sample.Status | None:
+    """By its value: an installed Miles or slime has an enumeration of its own."""
+    try:
+        return Sample.Status(getattr(found.status, "value", found.status)) if isinstance(found, Sample) else None
+    except ValueError:
+        return None
 
 
 def _problem(sample: Any, prompt: list[int], longest: int) -> str:
@@ -234,4 +258,5 @@ def _problem(sample: Any, prompt: list[int], longest: int) -> str:
         values = getattr(sample, name)
         if (values is None and name != "loss_mask") or (values is not None and len(values) != length):
             return f"{name} must have {length} entries"
-    return "" if sample.loss_mask is None or any(sample.loss_mask) else "loss_mask has no 1"
+    carries = sample.loss_mask is None or any(sample.loss_mask)
+    return "" if carries or sample.remove_sample else "loss_mask has no 1, and remove_sample is not set"

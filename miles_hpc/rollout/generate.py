@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from miles_hpc import edges
 from miles_hpc.config import Config
 from miles_hpc.data import Prompts
 from miles_hpc.errors import DeadlineExceeded, EdgeError, EngineError
@@ -109,7 +110,8 @@ class Generator:
             drafts: by prompt id and sample index, what an earlier attempt had of their answers.
 
         Raises:
-            EdgeError, EngineError: a reward failed, or the engine refused a request twice, and `rollout.reward_error = "fail"`.
+            EdgeError, EngineError: a reward failed, a function gave no answer, or the engine refused a request twice, and
+                `rollout.reward_error = "fail"`.
             EngineDied, DeadlineExceeded: the engine, where it is not started again.
         """
         self.reward_errors, self.unwritten, self.version, self._drafts = {}, [], version, drafts or {}
@@ -189,8 +191,9 @@ class Generator:
 
         def describe(request: Request) -> Sample:
             group = next(group for group in reversed(groups) if group.prompt_id == request.prompt_id)
-            facts = {"prompt": group.prompt, "label": group.row.label, "metadata": dict(group.row.metadata)}
-            return Sample(group_index=request.prompt_id, index=request.sample_index, tokens=list(request.tokens), **facts)
+            label, metadata = group.row.lent()
+            facts = {"prompt": group.prompt, "tokens": list(request.tokens), "label": label, "metadata": metadata}
+            return Sample(group_index=request.prompt_id, index=request.sample_index, **facts)
 
         longest, seconds = self.config.model.context_length, self.config.rollout.timeout_seconds
         kind: type[Conversations] = GroupConversations if self.whole else Conversations
@@ -209,9 +212,18 @@ class Generator:
         """The next answer; its score is under way afterwards."""
         key, output = flight.next()
         group, request = self._under_way.pop(key)
-        group.answers.append(
-            failed(request, output) if isinstance(output, EngineError) else self._score(group, request, output)
-        )
+        if isinstance(output, Output) and not output.failure:
+            group.answers.append(self._score(group, request, output))
+        else:
+            error = output if isinstance(output, EngineError) else self._unanswered(request, output.failure)
+            group.answers.append(failed(request, error))
+
+    def _unanswered(self, request: Request, failure: str) -> EdgeError:
+        """What a generate or rollout function has said of a sample in place of an answer."""
+        name = "rollout.function" if self.whole else "rollout.generate"
+        what = f"{name} has no answer for prompt {request.prompt_id}, sample {request.sample_index}: its status is {failure}"
+        hint = 'set remove_sample to keep the sample out of the loss alone, or rollout.reward_error = "drop" to drop its group'
+        return EdgeError(what, where=edges.place(self.whole or self.talk or self.reward), next_step=hint)
 
     def _decided(self, filtering: bool) -> list[Group]:
         """The groups that are decided; scored ones are given to the judge."""
@@ -226,10 +238,10 @@ class Generator:
     def _score(self, group: Group, request: Request, output: Output) -> Answer:
         text = self.prompts.tokenizer.decode(output.tokens, skip_special_tokens=True)
         facts = {"finished": output.stopped, "tokens": sum(output.mask), "max_new_tokens": request.max_new_tokens}
-        metadata = {**group.row.metadata, **facts}
+        label, metadata = group.row.lent()
         sample = f"prompt {request.prompt_id}, sample {request.sample_index}"
         if output.reward is None:
-            score = self._pool.submit(self.reward, group.prompt, text, group.row.label, metadata, sample)
+            score = self._pool.submit(self.reward, group.prompt, text, label, metadata | facts, sample)
         else:
             score = self._pool.submit(given, output.reward, self.whole or self.talk or self.reward, sample)
         return Answer(request, output, text, score, self.version)

@@ -33,7 +33,11 @@ class GroupClient:
         Raises:
             ValueError: there is no room for a single token.
         """
-        return await self._clients[_name(sample)].generate(tokens, max_new_tokens)
+        return await self.of(sample).generate(tokens, max_new_tokens)
+
+    def of(self, sample: Sample) -> SampleClient:
+        """What asks the engine for `sample` alone."""
+        return self._clients[_name(sample)]
 
 
 class GroupConversations(Conversations):
@@ -51,15 +55,13 @@ class GroupConversations(Conversations):
         keys = dict(zip(map(_name, samples), requests, strict=True))
         clients = dict(zip(map(_name, samples), map(self._client, requests.values()), strict=True))
         try:
-            async for name, output in perform(self.function, samples, GroupClient(clients), self.longest):
+            async for name, output in perform(self.function, samples, GroupClient(clients)):
                 self._events.put(("done", keys.pop(name), output))
         except BaseException as error:
             self._events.put(("done", next(iter(keys.values()), next(iter(requests))), error))
 
 
-async def perform(
-    function: Any, samples: list[Sample], client: GroupClient, longest: int
-) -> AsyncIterator[tuple[tuple[int, int], Output]]:
+async def perform(function: Any, samples: list[Sample], client: GroupClient) -> AsyncIterator[tuple[tuple[int, int], Output]]:
     """Every sample's (prompt id, number) with its answer, checked.
 
     Raises:
@@ -72,7 +74,7 @@ async def perform(
                 if not isinstance(sample, Sample) or _name(sample) not in prompts:
                     raise edges.wrong(KEY, function, "groups of the samples that it was given, each once", sample)
                 key = f"{KEY} (prompt {sample.group_index}, sample {sample.index})"
-                yield _name(sample), checked(key, function, sample, prompts.pop(_name(sample)), longest)
+                yield _name(sample), checked(key, function, sample, prompts.pop(_name(sample)), client.of(sample))
     except EdgeError:
         raise
     except Exception as error:

@@ -7,7 +7,7 @@ from typing import Any
 from miles_hpc import attach, edges
 from miles_hpc.config import Config
 from miles_hpc.rollout.reward import is_number
-from miles_hpc.sample import Sample
+from miles_hpc.sample import Sample, refuse_removal
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Judge:
         """Judge a scored group.
 
         Raises:
-            EdgeError: a function raised, or returned something else than its protocol says.
+            EdgeError: a function raised, returned something else than its protocol says, or set `remove_sample`.
         """
         rewards = self._rewards(samples) if self.group_reward else None
         for sample, reward in zip(samples, rewards or (), strict=False):
@@ -54,7 +54,7 @@ class Judge:
     def _rewards(self, samples: list[Sample]) -> list[float]:
         key, function = f"rollout.group_reward (prompt {samples[0].group_index})", self.group_reward
         assert function
-        rewards = edges.call(function, samples, key=key)
+        rewards = _call(function, samples, key)
         try:
             numbers = list(rewards)
         except TypeError:
@@ -65,7 +65,14 @@ class Judge:
 
     def _refusal(self, function: Callable[..., Any], samples: list[Sample]) -> str:
         key = f"rollout.filters (prompt {samples[0].group_index})"
-        reason = edges.call(function, samples, key=key)
+        reason = _call(function, samples, key)
         if not isinstance(reason, str):
             raise edges.wrong(key, function, "a reason as text, empty to keep the group", reason)
         return reason
+
+
+def _call(function: Callable[..., Any], samples: list[Sample], key: str) -> Any:
+    before = [sample.remove_sample for sample in samples]
+    returned = edges.call(function, samples, key=key)
+    refuse_removal(key, samples, before)
+    return returned

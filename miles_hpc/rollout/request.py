@@ -23,6 +23,10 @@ class Output:
     """1 on tokens of the model, 0 on those of a tool (`rollout.generate`); None: all are the model's."""
     reward: Any = None
     """What a generate or rollout function says it is worth; None: it is for `rollout.reward` to say."""
+    removed: bool = False
+    """Such a function keeps it out of the loss; the rest of its group is trained."""
+    failure: str = ""
+    """Status with which such a function gives no answer; empty: this is one."""
     routing: np.ndarray | None = None
     """[prompt and answer tokens, MoE layers, top_k] uint8 or uint16, see `Samples.routing`; None: not recorded."""
 
@@ -31,8 +35,13 @@ class Output:
 
     @property
     def mask(self) -> list[int]:
-        """[tokens] 0 or 1: which tokens carry the loss."""
+        """[tokens] 0 or 1: which tokens are the model's."""
         return [1] * len(self.tokens) if self.loss_mask is None else self.loss_mask
+
+    @property
+    def carrying(self) -> list[int]:
+        """[tokens] 0 or 1: which tokens carry the loss."""
+        return [0] * len(self.tokens) if self.removed else self.mask
 
 
 @dataclass(frozen=True)

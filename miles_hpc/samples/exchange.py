@@ -118,8 +118,8 @@ class Inbox:
         if not len(samples):
             # The user's error, not a fault: a reward that fails for all of a step will fail again after a restart.
             first = next((m.error for m in finished if m.error), "no engine says why")
-            hint = "repair the reward function, then miles-submit resume"
-            raise EdgeError(f"step {step} has no samples: rollout.reward failed in every group", where=first, next_step=hint)
+            hint = "repair the function, then miles-submit resume"
+            raise EdgeError(f"step {step} has no samples: every group lacks an answer or a reward", where=first, next_step=hint)
         _check(samples, step, oldest_version)
         return Collected(
             samples=_accepted(samples, step),

@@ -33,7 +33,7 @@ class Samples:
     tokens: np.ndarray
     """[total] int32, prompt then answer."""
     loss_mask: np.ndarray
-    """[total] uint8, 1 on answer tokens."""
+    """[total] uint8, 1 on answer tokens; none in a sample that a function keeps out of the loss."""
     rollout_log_probs: np.ndarray
     """[total] float32, natural log at the sampling temperature, 0 on prompt tokens."""
     weight_versions: np.ndarray
@@ -80,8 +80,16 @@ class Samples:
 
     @property
     def answer_lengths(self) -> np.ndarray:
-        """[n] int64, answer tokens per sample."""
-        before = np.concatenate([[0], np.cumsum(self.loss_mask, dtype=np.int64)])
+        """[n] int64, answer tokens per sample; 0 of one that a function keeps out of the loss."""
+        return self._counted(self.loss_mask)
+
+    @property
+    def generated(self) -> np.ndarray:
+        """[n] int64, tokens of the model per sample, whether they carry the loss or not."""
+        return self._counted(self.weight_versions >= 0)
+
+    def _counted(self, flags: np.ndarray) -> np.ndarray:
+        before = np.concatenate([[0], np.cumsum(flags, dtype=np.int64)])
         return np.diff(before[self.offsets])
 
     def tokens_of(self, indices: np.ndarray) -> np.ndarray:
@@ -107,6 +115,15 @@ class Samples:
             reward_parts={name: values[index] for name, values in self.reward_parts.items()},
             routing=None if self.routing is None else self.routing[tokens],
         )
+
+    def lent(self) -> Self:
+        """The same for a user's function: arrays that refuse to be changed, lists of its own."""
+        shown: dict[str, Any] = {name: value[:] for name, value in vars(self).items() if isinstance(value, list | np.ndarray)}
+        parts = {name: values[:] for name, values in self.reward_parts.items()}
+        for array in (*shown.values(), *parts.values()):
+            if isinstance(array, np.ndarray):
+                array.flags.writeable = False
+        return replace(self, **shown, reward_parts=parts)
 
     def sorted(self) -> Self:
         """In the order the trainer uses: by prompt id, then sample index."""

@@ -144,10 +144,10 @@ class TrainRole:
             return
         self.ledger.append(
             *metrics.fates(
-                collected.samples, collected.dropped, advantages, self.group_size, step, self.attempt, collected.refused
+                collected.samples, collected.dropped, result.trained, self.group_size, step, self.attempt, collected.refused
             )
         )
-        self.figures |= metrics.of_samples(collected.samples, advantages, self.group_size) | result.metrics
+        self.figures |= metrics.of_samples(collected.samples, result.trained, self.group_size) | result.metrics
         if self.config.rollout.filters:
             places = self.config.rollout.prompts_per_step
             self.figures |= metrics.of_refused(collected.samples, collected.refused, self.group_size, places)

@@ -38,6 +38,8 @@ class Result:
     """Reduced over all ranks."""
     own: np.ndarray
     """[m] int64, the samples that this rank records; each sample of the step is recorded by exactly one rank."""
+    trained: np.ndarray
+    """[n] bool, the samples of the step that an optimizer step took; the same on all ranks."""
     train_log_probs: np.ndarray
     """[tokens of own] float32, by the weights that sampled, aligned with `samples.take(own).tokens`; 0 on prompt tokens."""
 
@@ -52,6 +54,8 @@ class Plan:
     """Per optimizer step, the samples of each data-parallel rank."""
     forward_only: list[np.ndarray]
     """Samples of each data-parallel rank whose log-probabilities no training forward gives."""
+    trained: np.ndarray
+    """[n] bool, the samples in mini-batches."""
 
 
 class Trainer:
@@ -164,18 +168,18 @@ class Trainer:
         metrics = meter.reduced() | {"train/lr": hyperparameters.lr} | self._expert_load() | judged
         metrics |= {"train/routing_mismatch": replays.mismatch()} if replays else {}
         own = share if self.groups.writes_samples else share[:0]
-        return Result(metrics, own, facts.log_probs[samples.tokens_of(own)])
+        return Result(metrics, own, plan.trained, facts.log_probs[samples.tokens_of(own)])
 
     def _plan(self, samples: Samples, advantages: np.ndarray, step: int) -> Plan:
         """Mini-batches first, then each is spread over the ranks, so that they do not depend on the number of ranks."""
         everything = np.arange(len(samples))
-        keep = np.ones(len(samples), bool) if self.objective.every_token else advantages != 0
+        keep = (samples.answer_lengths > 0) & (self.objective.every_token | (advantages != 0))
         lengths = samples.lengths
         sets = schedule.mini_batches(everything[keep], self.config.mini_batches, self.seed, step)
         mini = [schedule.balanced(s, lengths, self.replicas) for s in sets if len(s)]
         idle = schedule.balanced(everything[~keep], lengths, self.replicas)
         shares = [np.sort(np.concatenate([idle[r], *(m[r] for m in mini)])) for r in range(self.replicas)]
-        return Plan(shares, mini, idle if len(mini) == 1 else shares)
+        return Plan(shares, mini, idle if len(mini) == 1 else shares, keep)
 
     def _hyperparameters(self, step: int) -> AdamW:
         c = self.config

@@ -21,7 +21,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     Returns:
         Advantages (not whitened) and returns (advantages + values), [samples, length] float32, 0 outside the mask.
     """
-    follower, advantage = torch.zeros_like(values[:, 0]), torch.zeros_like(values[:, 0])
+    follower, advantage = values.new_zeros(len(values)), values.new_zeros(len(values))
     advantages = torch.zeros_like(values)
     for t in reversed(range(values.shape[1])):
         here = mask[:, t].to(values.dtype)

@@ -69,13 +69,13 @@ class FakeRun:
             "train/ratio_outside": 0.0,
         }
 
-    def finish(self, step: int, samples: Samples) -> None:
+    def finish(self, step: int, samples: Samples, trained: np.ndarray | None = None) -> None:
         """Ledger and events of a step."""
-        advantages = group_advantages(samples.rewards, GROUP)
+        trained = group_advantages(samples.rewards, GROUP) != 0 if trained is None else trained
         _, ledger = metrics.journals(self.paths)
-        ledger.append(*metrics.fates(samples, [], advantages, GROUP, step, self.attempt))
+        ledger.append(*metrics.fates(samples, [], trained, GROUP, step, self.attempt))
         self.event("sync", version=step + 1, seconds=0.5, bytes=10**9)
-        figures = metrics.of_samples(samples, advantages, GROUP) | {
+        figures = metrics.of_samples(samples, trained, GROUP) | {
             **self.distances,
             "speed/rollout_tokens_per_s": 100.0,
             "speed/train_tokens_per_s": 300.0,

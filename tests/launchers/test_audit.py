@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from miles_hpc import data, metrics
-from miles_hpc.launchers import advantages, audit, recount
+from miles_hpc.launchers import advantages, audit, recount, report
 from miles_hpc.samples import store
 from miles_hpc.samples.schema import Samples
 
@@ -250,8 +250,8 @@ def refusing(fresh_run):
     samples = Samples.concat([store.read(file) for file in store.on_disk(fresh_run.paths, 1)]).sorted()
     fresh_run.train(1, samples.accepted)
     fresh_run.finish(1, samples.accepted)
-    advantages = np.zeros(len(samples.accepted), np.float32)
-    lines = metrics.fates(samples.accepted, [], advantages, 2, 1, 1, samples.refused)
+    trained = np.zeros(len(samples.accepted), bool)
+    lines = metrics.fates(samples.accepted, [], trained, 2, 1, 1, samples.refused)
     metrics.journals(fresh_run.paths)[1].append(*(line for line in lines if line["fate"] == "refused"))
     return fresh_run
 
@@ -274,6 +274,40 @@ def test_a_refusal_that_is_told_otherwise(refusing, capsys, change, expected):
     edit_lines(refusing.paths.ledger, lambda line: change(line) if line["fate"] == "refused" else line)
     code, printed = failing(refusing, capsys)
     assert code == 1 and expected in printed
+
+
+@pytest.fixture
+def indifferent(fresh_run):
+    """A step of four groups: two with an advantage, one without, one kept out of the loss; with a KL penalty."""
+    text = fresh_run.paths.config.read_text()
+    fresh_run.paths.config.write_text(text.replace("kl_coef = 0.0", "kl_coef = 0.1", 1))
+    groups = fresh_run.groups(0, fresh_run.ids(0))
+    rewards, mask = np.array([0, 1, 1, 1, 1, 0, 0, 1], np.float32), groups.loss_mask.copy()
+    mask[groups.tokens_of(np.array([4, 5]))] = 0
+    store.write(fresh_run.paths, 0, 1, 1, dataclasses.replace(groups, rewards=rewards, loss_mask=mask))
+    fresh_run.begin(0)
+    samples = fresh_run.sample(0)
+    fresh_run.train(0, samples)
+    fresh_run.finish(0, samples, samples.answer_lengths > 0)
+    return fresh_run, int(fresh_run.ids(0)[1]), int(fresh_run.ids(0)[2])
+
+
+def test_groups_without_an_advantage_and_without_a_loss_have_their_fates(indifferent, capsys):
+    run, _, removed = indifferent
+    code, printed = failing(run, capsys)
+    assert code == 0, printed
+    fates = {line["prompt_id"]: line["fate"] for line in map(json.loads, run.paths.ledger.read_text().splitlines())}
+    assert fates.pop(removed) == "removed" and set(fates.values()) == {"trained"}
+
+
+@pytest.mark.parametrize("fate", ["zero_variance", "of a later version"])
+def test_a_ledger_with_other_fates_is_read_and_named(indifferent, capsys, fate):
+    """Older versions called a group without advantages zero_variance where it was trained."""
+    run, equal, _ = indifferent
+    edit_lines(run.paths.ledger, lambda line: line | {"fate": fate} if line["prompt_id"] == equal else line)
+    code, printed = failing(run, capsys)
+    assert code == 1 and f"prompt {equal}: fate = {fate}, the shards say trained" in printed and printed.count("BAD") == 1
+    assert report.compute(run.folder).samples == 8
 
 
 @pytest.mark.parametrize("kind", ["group_mean", "rloo", "reinforce_pp", "reinforce_pp_baseline", "reward"])

@@ -23,7 +23,7 @@ def samples(rewards: list[float], **changes) -> Samples:
         "tokens": np.zeros(3 * n, np.int32),
         "loss_mask": np.tile(np.array([0, 1, 1], np.uint8), n),
         "rollout_log_probs": np.zeros(3 * n, np.float32),
-        "weight_versions": np.zeros(3 * n, np.int32),
+        "weight_versions": np.tile(np.array([-1, 0, 0], np.int32), n),
         "rewards": np.array(rewards, np.float32),
         "status": np.full(n, STOPPED, np.uint8),
         "prompts": ["p"] * n,
@@ -57,7 +57,7 @@ def test_figures_of_a_step():
         samples([1, 0, 1, 1], status=np.array([STOPPED, TRUNCATED, STOPPED, STOPPED], np.uint8),
                 reward_parts={"form": np.array([1, np.nan, 0, 0], np.float32), "mean": np.full(4, 7, np.float32),
                               "of_refused_groups_alone": np.full(4, np.nan, np.float32)}),
-        np.array([0.7, -0.7, 0, 0], np.float32), 2,
+        np.array([True, True, False, False]), 2,
     )  # fmt: skip
     assert found["reward/mean"] == 0.75 and found["reward/std"] == pytest.approx(np.std([1, 0, 1, 1]))
     assert found["response/length_mean"] == 2 and found["response/length_max"] == 2 and found["response/truncated"] == 0.25
@@ -66,10 +66,15 @@ def test_figures_of_a_step():
 
 
 def test_fates_name_every_prompt():
-    lines = metrics.fates(samples([1, 0, 1, 1]), [7], np.array([0.7, -0.7, 0, 0], np.float32), 2, step=3, attempt=2)
+    mask = np.tile(np.array([0, 1, 1], np.uint8), 6)
+    mask[12:] = 0  # the last group is kept out of the loss
+    step, trained = samples([1, 0, 1, 1, 1, 0], loss_mask=mask), np.array([True, False, False, False, False, False])
+    lines = metrics.fates(step, [7], trained, 2, step=3, attempt=2)
     assert [(line["prompt_id"], line["fate"], line["samples"], line["reward"]) for line in lines] == [
-        (0, "trained", 2, 0.5), (1, "zero_variance", 2, 1.0), (7, "reward_error", 0, None),
+        (0, "trained", 2, 0.5), (1, "zero_variance", 2, 1.0), (2, "removed", 2, 0.5), (7, "reward_error", 0, None),
     ]  # fmt: skip
+    figures = metrics.of_samples(step, trained, 2)
+    assert figures["groups/zero_variance"] == figures["response/removed"] == 1 / 3 and figures["response/length_mean"] == 2
     assert all(line["step"] == 3 and line["attempt"] == 2 for line in lines)
     json.dumps(lines)
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import sys
 import time
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,19 @@ from rollout_parts import Flight, by_index, config, generator
 
 from miles_hpc import attach
 from miles_hpc.errors import DeadlineExceeded, EdgeError
+from miles_hpc.rollout.judge import Judge
 from miles_hpc.sample import Sample
-from miles_hpc.samples.schema import Samples
+from miles_hpc.samples.schema import STOPPED, TRUNCATED, Samples
 
 TOOL = [ord("T"), ord("T")]
+
+
+class Abroad(Enum):
+    """The statuses of an installed slime."""
+
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    FAILED = "failed"
 
 
 async def two_turns(sample: Sample, engine: Any) -> Sample:
@@ -116,6 +126,76 @@ def test_a_conversation_whose_request_the_engine_refuses_drops_its_group_alone()
     source.engine.refused = {3}
     samples = Samples.concat(list(source.groups(0, [1, 3], version=0)))
     assert set(samples.prompt_ids) == {1} and "out of memory" in source.reward_errors[3]
+
+
+def ends(status: Any, **changes: Any) -> Any:
+    """Two turns of which sample 1 ends with `status`; None: nobody says how."""
+
+    async def talk(sample: Sample, engine: Any) -> Sample:
+        sample = await two_turns(sample, engine)
+        if sample.index == 1:
+            sample.status = status
+            vars(sample).update(changes)
+        return sample
+
+    return talk
+
+
+@pytest.mark.parametrize("status", Sample.Status)
+def test_a_removed_sample_counts_in_its_group_and_has_no_loss_whatever_its_status(status: Sample.Status) -> None:
+    source, seen = talking(ends(status, remove_sample=True)), []
+    source.judge = Judge(filters=[lambda samples: seen.extend((s.remove_sample, sum(s.loss_mask)) for s in samples) or ""])
+    found, plain = (Samples.concat(list(s.groups(0, [1], 5))).sorted() for s in (source, talking(two_turns)))
+    assert seen == [(False, 4), (True, 2), (False, 4)]
+    assert found.answer_lengths.tolist() == [4, 0, 4] and found.generated.tolist() == plain.generated.tolist() == [4, 2, 4]
+    for name in ("rewards", "tokens", "rollout_log_probs", "weight_versions"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(plain, name))
+
+
+@pytest.mark.parametrize("status", [Sample.Status.ABORTED, Sample.Status.FAILED, Abroad.FAILED])
+def test_a_sample_without_an_answer_is_as_one_without_a_reward(status: Any) -> None:
+    """It may have no tokens either."""
+    for changes in ({}, {"tokens": [1], "response_length": 0, "rollout_log_probs": None}):
+        talk = ends(status, **changes)
+        with pytest.raises(EdgeError, match=rf"prompt 3, sample 1: its status is {status.name}") as caught:
+            list(talking(talk).groups(0, [3], 0))
+        assert "remove_sample" in caught.value.next_step and "test_conversation.py:" in caught.value.where
+        source = talking(talk, reward_error="drop")
+        assert list(source.groups(0, [3], 0)) == [] and list(source.reward_errors) == [3]
+
+
+def test_who_does_not_say_how_an_answer_ended_leaves_it_to_the_engine() -> None:
+    async def pending(sample: Sample, engine: Any) -> Sample:
+        sample = await two_turns(sample, engine)
+        sample.status = Sample.Status.PENDING
+        return sample
+
+    samples = Samples.concat(list(talking(pending).groups(0, [1], 0))).sorted()
+    assert samples.status.tolist() == [STOPPED, TRUNCATED, STOPPED]  # even samples end with a stop token
+
+
+@pytest.mark.parametrize(
+    ("status", "stored"), [(Abroad.TRUNCATED, TRUNCATED), (Abroad.COMPLETED, STOPPED), ("truncated", TRUNCATED)]
+)
+def test_statuses_of_an_installed_slime_count(status: Any, stored: int) -> None:
+    samples = Samples.concat(list(talking(ends(status)).groups(0, [1], 0))).sorted()
+    assert samples.status.tolist() == [STOPPED, stored, STOPPED]
+
+
+async def written(sample: Sample, engine: Any) -> Sample:
+    """An answer that the engine never gave."""
+    sample.tokens, sample.response_length, sample.rollout_log_probs = [*sample.tokens, 65], 1, [-1.0]
+    return sample
+
+
+@pytest.mark.parametrize(
+    ("talk", "what"),
+    [(written, "status Status.PENDING does not say"), (ends("tired"), "status tired does not say"),
+     (ends(Sample.Status.COMPLETED, loss_mask=[0] * 4), "loss_mask has no 1, and remove_sample is not set")],
+)  # fmt: skip
+def test_what_is_neither_trained_nor_kept_out_is_named(talk: Any, what: str) -> None:
+    with pytest.raises(EdgeError, match=what):
+        list(talking(talk).groups(0, [1], 0))
 
 
 def test_a_tool_that_hangs_is_named() -> None:

@@ -62,6 +62,60 @@ def test_group_rewards_replace_rewards_before_filters_look() -> None:
     assert source.evaluate().reward_sum == 0 and len(seen) == 1  # evaluations are not filtered
 
 
+def spoil(value: Any) -> None:
+    """Empty a list or a mapping, and every one in it."""
+    for part in value.values() if isinstance(value, dict) else value:
+        if isinstance(part, list | dict):
+            spoil(part)
+    value.clear()
+
+
+def talking(spoils: bool) -> Any:
+    async def talk(sample: Sample, engine: Any) -> Sample:
+        output = await engine.generate(sample.tokens)
+        sample.tokens, sample.response_length = [*sample.tokens, *output.tokens], len(output.tokens)
+        sample.rollout_log_probs, sample.loss_mask = list(output.log_probs), [1] * len(output.tokens)
+        spoil([output.tokens, output.log_probs, sample.metadata, sample.label] if spoils else [])
+        return sample
+
+    return talk
+
+
+@pytest.mark.parametrize("who", ["filter", "group reward", "reward", "generate"])
+def test_what_a_function_does_to_its_arguments_is_not_stored(who: str) -> None:
+    def spoilt(samples: list[Sample]) -> Any:
+        rewards = [sample.value for sample in samples]
+        for sample in samples:
+            spoil([value for value in vars(sample).values() if isinstance(value, list | dict)])
+        return "" if who == "filter" else rewards
+
+    def score(prompt: str, answer: str, label: Any, metadata: dict[str, Any]) -> float:
+        spoil([label, metadata] if who == "reward" else [])
+        return float(answer)
+
+    plain, source = generator(by_index), generator(score)
+    for each in (plain, source):
+        each.prompts.rows[1] = Row("p1", {"n": [1, [2]]}, {"tests": [["a"], {"b": []}]})
+    source.judge = {"filter": Judge(filters=[spoilt]), "group reward": Judge(spoilt)}.get(who, Judge())
+    plain.talk, source.talk = talking(False), talking(who == "generate")
+    expected, found = (Samples.concat(list(each.groups(0, [1, 3], 0))).sorted() for each in (plain, source))
+    for name, value in vars(expected).items():
+        np.testing.assert_array_equal(getattr(found, name), value, name)
+    assert source.prompts.rows[1] == plain.prompts.rows[1] and source.prompts.rows[1].metadata["tests"] == [["a"], {"b": []}]
+
+
+def removes(samples: list[Sample]) -> str:
+    samples[1].remove_sample = True
+    return ""
+
+
+@pytest.mark.parametrize("judge", [Judge(filters=[removes]), Judge(lambda samples: [float(removes(samples) == "")] * 3)])
+def test_who_cannot_remove_a_sample_is_told(judge: Judge) -> None:
+    with pytest.raises(EdgeError, match="sets remove_sample, which only") as caught:
+        list(judged(judge).groups(0, [4], 0))
+    assert caught.value.where == "prompt 4, sample 1"
+
+
 def raises(samples: list[Sample]) -> str:
     raise ValueError("no")
 
@@ -130,7 +184,7 @@ def test_refusals_are_counted() -> None:
         "groups/tried": 4, "groups/refused": 2, "groups/empty_places": 1, "reward/all_mean": 1.0, "filter/odd": 2
     }  # fmt: skip
     accepted = samples.accepted
-    lines = metrics.fates(accepted, [], accepted.rewards, 3, 0, 1, samples.refused)
+    lines = metrics.fates(accepted, [], accepted.rewards != 0, 3, 0, 1, samples.refused)
     assert [(line["prompt_id"], line["fate"], line.get("reason")) for line in lines] == [
         (2, "trained", None), (4, "trained", None), (1, "refused", "odd"), (3, "refused", "odd")
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from miles_hpc.errors import EdgeError
 from miles_hpc.filters import zero_variance
 from miles_hpc.rollout.judge import Judge
 from miles_hpc.sample import Sample
-from miles_hpc.samples.schema import Samples
+from miles_hpc.samples.schema import STOPPED, TRUNCATED, Samples
 
 
 async def answer(sample: Sample, engine: Any) -> None:
@@ -107,6 +107,20 @@ async def worthless(groups: list[list[Sample]], engine: Any) -> AsyncIterator[li
     async for group in backwards(groups, engine):
         group[0].reward = "good"
         yield group
+
+
+def test_samples_of_a_rollout_function_are_removed_dropped_and_ended_as_those_of_a_generate_function() -> None:
+    async def mixed(groups: list[list[Sample]], engine: Any) -> AsyncIterator[list[Sample]]:
+        async for group in backwards(groups, engine):
+            for sample in group:
+                sample.status = Sample.Status.FAILED if sample.group_index == 1 else Sample.Status.PENDING
+            group[2].remove_sample = True
+            yield group
+
+    source = whole(mixed, reward_error="drop")
+    found = Samples.concat(list(source.groups(0, [1, 3], 5))).sorted()
+    assert list(source.reward_errors) == [1] and "rollout.function has no answer for prompt 1" in source.reward_errors[1]
+    assert found.answer_lengths.tolist() == [2, 1, 0] and found.status.tolist() == [STOPPED, TRUNCATED, STOPPED]
 
 
 @pytest.mark.parametrize(

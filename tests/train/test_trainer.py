@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from train_parts import config, hf_model, run_steps, samples, trainer
 
 from miles_hpc.errors import Diverged
+from miles_hpc.launchers.advantages import always
 from miles_hpc.train.advantage import group_advantages
 
 
@@ -46,8 +47,16 @@ def test_train_log_probs_are_those_of_the_weights_that_sampled(mini_batches, mod
     assert result.metrics["train/tokens"] == len(s.tokens)
 
 
-def test_loss_and_gradient_are_those_of_plain_torch(models, tmp_path):
-    s = samples()
+def without_loss(s, *removed):
+    """As a generate function that sets `remove_sample`."""
+    mask = s.loss_mask.copy()
+    mask[s.tokens_of(np.array(removed, np.int64))] = 0
+    return dataclasses.replace(s, loss_mask=mask)
+
+
+@pytest.mark.parametrize("removed", [(), (1, 6)])
+def test_loss_and_gradient_are_those_of_plain_torch(removed, models, tmp_path):
+    s = without_loss(samples(), *removed)
     advantages = _advantages(s)
     model = hf_model("qwen3")
     log_probs = _reference_log_probs(model, s, temperature=0.7)
@@ -65,6 +74,23 @@ def test_loss_and_gradient_are_those_of_plain_torch(models, tmp_path):
     assert metrics["train/loss"] == pytest.approx(loss.item(), abs=1e-5)
     assert metrics["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
     assert metrics["train/trained_tokens"] == kept.sum().item()
+
+
+@pytest.mark.parametrize(
+    "train", [{}, {"advantage": "gae"}, {"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"teacher": "qwen3"}], ids=str
+)
+def test_what_is_said_to_be_trained_is_trained(train, models, tmp_path):
+    """The second group has no advantage, the third no loss; the audit knows where samples need no advantage."""
+    s = without_loss(samples(), 8, 9, 10, 11)
+    advantages = np.where(np.arange(len(s)) // 4 == 1, 0, 1).astype(np.float32)
+    settings = config(**train | ({"teacher": str(models["qwen3"])} if "teacher" in train else {}))
+    with trainer(settings, models["qwen3"], tmp_path / "store") as made:
+        result = made.step(s, advantages, 0)
+        nothing = made.step(without_loss(s, *range(len(s))), advantages, 1)
+    expected = np.repeat([True, bool(train), False] + [True] * (len(s) // 4 - 3), 4)
+    assert result.trained.tolist() == expected.tolist() and always(settings.train) == bool(train)
+    assert result.metrics["train/trained_tokens"] == s.answer_lengths[expected].sum() and len(result.own) == len(s)
+    assert not nothing.trained.any() and nothing.metrics["train/optimizer_steps"] == 0
 
 
 def test_one_step_is_that_of_torch_adamw(models, tmp_path):
