@@ -9,6 +9,7 @@ import importlib
 import inspect
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -62,7 +63,9 @@ def call(function: Callable[..., Any], *arguments: Any, key: str) -> Any:
         return asyncio.run(value) if inspect.iscoroutine(value) else value
     except EdgeError as error:  # of a function within the function
         raise EdgeError(f"{key}: {error.what}", where=error.where) from error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # also what is no Exception, such as an exit or a cancelled task
+        if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+            raise  # the user's own, at the keyboard
         raise EdgeError(f"{key} raised {describe(error)}", where=location(error)) from error
     finally:
         if os.getpid() != process:

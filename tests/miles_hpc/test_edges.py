@@ -10,6 +10,7 @@ import pytest
 
 from miles_hpc import edges
 from miles_hpc.errors import EdgeError
+from miles_hpc.rollout.pool import Pool
 
 ARGUMENTS = ("prompt", "answer")
 
@@ -91,6 +92,24 @@ def test_a_call_that_exits_is_an_error_too(folder: Path) -> None:
     write(folder, "edge_quits", "import sys\ndef score(prompt, answer):\n    sys.exit(0)\n")
     with pytest.raises(EdgeError, match="SystemExit: 0"):
         edges.call(load(folder, "edge_quits:score"), "p", "", key="rollout.reward")
+
+
+@pytest.mark.parametrize(
+    "name", ["KeyboardInterrupt", "GeneratorExit", "asyncio.CancelledError", "BaseException", "MemoryError"]
+)
+def test_whatever_a_call_raises_in_a_thread_is_named(folder: Path, name: str) -> None:
+    module = f"edge_{name.replace('.', '_').lower()}"
+    write(folder, module, f"import asyncio\ndef score(prompt, answer):\n    raise {name}\n")
+    function = load(folder, f"{module}:score")
+    with pytest.raises(EdgeError, match=f"reward raised {name.split('.')[-1]}") as caught:
+        Pool(1, "rewards").submit(lambda: edges.call(function, "p", "", key="reward")).result()
+    assert f"{module}.py:3" in caught.value.where
+
+
+def test_an_interrupt_at_the_keyboard_stays_one(folder: Path) -> None:
+    write(folder, "edge_interrupted", "def score(prompt, answer):\n    raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        edges.call(load(folder, "edge_interrupted:score"), "p", "", key="reward")
 
 
 @pytest.mark.parametrize("end", ["return pid", "sys.exit(0) if pid == 0 else None; return pid", "return pid if 1 / pid else 0"])
