@@ -161,7 +161,7 @@ class Conversations:
             )
 
     def _finished(self, key: int, value: Output | BaseException) -> tuple[int, Output | EngineError]:
-        self.open.pop(key, None)  # a rollout function may raise after its last answer
+        self.open.pop(key)
         if isinstance(value, BaseException) and not isinstance(value, EngineError):
             raise value
         return key, value

@@ -54,11 +54,17 @@ class GroupConversations(Conversations):
         samples = [self.describe(request) for request in requests.values()]
         keys = dict(zip(map(_name, samples), requests, strict=True))
         clients = dict(zip(map(_name, samples), map(self._client, requests.values()), strict=True))
+        key, last = next(iter(requests)), None
         try:
             async for name, output in perform(self.function, samples, GroupClient(clients)):
-                self._events.put(("done", keys.pop(name), output))
+                key = keys.pop(name)
+                if keys:
+                    self._events.put(("done", key, output))
+                else:  # told when the function has ended: it may still raise, and nobody listens after the last answer
+                    last = output
         except BaseException as error:
-            self._events.put(("done", next(iter(keys.values()), next(iter(requests))), error))
+            key, last = next(iter(keys.values()), key), error
+        self._events.put(("done", key, last))
 
 
 async def perform(function: Any, samples: list[Sample], client: GroupClient) -> AsyncIterator[tuple[tuple[int, int], Output]]:

@@ -92,6 +92,12 @@ async def strangers(groups: list[list[Sample]], engine: Any) -> AsyncIterator[li
     yield [Sample(group_index=99, index=0)]
 
 
+async def a_stranger_at_the_end(groups: list[list[Sample]], engine: Any) -> AsyncIterator[list[Sample]]:
+    async for group in backwards(groups, engine):
+        yield group
+    yield [Sample(group_index=99, index=0)]
+
+
 async def raises(groups: list[list[Sample]], engine: Any) -> AsyncIterator[list[Sample]]:
     async for group in backwards(groups[:1], engine):
         yield group
@@ -126,6 +132,7 @@ def test_samples_of_a_rollout_function_are_removed_dropped_and_ended_as_those_of
 @pytest.mark.parametrize(
     ("function", "what"),
     [(leaves_out, "ended without 3 of its answers, the first: prompt 1, sample 0"), (twice, "each once"),
+     (a_stranger_at_the_end, "each once"),
      (strangers, "each once"), (raises, "ValueError: out of ideas"), (unanswered, "0 answer tokens"),
      (worthless, r"sample\.reward of prompt \d, sample 0 must return a finite number")],
 )  # fmt: skip
@@ -135,7 +142,8 @@ def test_bad_rollout_functions_are_named(function: Any, what: str) -> None:
     assert "test_groups.py:" in caught.value.where
 
 
-def test_a_function_that_raises_after_its_last_answer_is_named() -> None:
+@pytest.mark.parametrize("also_open", [True, False])
+def test_a_function_that_raises_after_its_last_answer_is_named(also_open: bool) -> None:
     async def raises_at_the_end(groups: list[list[Sample]], engine: Any) -> AsyncIterator[list[Sample]]:
         if len(groups) == 1:  # the replacement is still under way when the first call fails
             await asyncio.sleep(60)
@@ -145,6 +153,7 @@ def test_a_function_that_raises_after_its_last_answer_is_named() -> None:
         raise ValueError("out of ideas")
 
     source = whole(raises_at_the_end)
-    source.judge = Judge(filters=[lambda samples: "no" * (samples[0].group_index == 1)])
+    if also_open:
+        source.judge = Judge(filters=[lambda samples: "no" * (samples[0].group_index == 1)])
     with pytest.raises(EdgeError, match="ValueError: out of ideas"):
         list(source.groups(0, [1, 3], 5, spare={1: [2]}))
