@@ -1,14 +1,14 @@
 """`checkpoint.backend`: a place of the user's own where checkpoints are kept beside the run folder.
 
 Every checkpoint is written into the run folder first, whole, with its manifest; then the first training rank puts it into the
-backend. A resume fetches a newer one from there if the run folder has lost its own (scratch file systems are purged).
+backend. A resume fetches one from there that the run folder has lost (scratch file systems are purged), or that is damaged.
 """
 
 import shutil
 from collections.abc import Callable
 from typing import Any
 
-from miles_hpc import edges, sections
+from miles_hpc import durable, edges, sections
 from miles_hpc.attach import attach_object
 from miles_hpc.config import Config
 from miles_hpc.paths import RunPaths
@@ -56,18 +56,18 @@ class Archive:
         for old in self.rules.outdated(self.versions()):
             self._call(self.store.remove, old)
 
-    def fetch(self) -> None:
-        """Bring the newest version into the run folder if that has none as new. Raises: EdgeError."""
-        stored = self.versions()
-        if not stored or max(self.paths.saved_steps(), default=-1) >= stored[-1]:
-            return
-        folder = self.paths.checkpoint(stored[-1])
+    def fetch(self, version: int) -> bool:
+        """Bring `version` into the run folder, in the place of a damaged one; False if it is not stored. Raises: EdgeError."""
+        if version not in self.versions():
+            return False
+        folder = self.paths.checkpoint(version)
         partial = folder.with_name(f".{folder.name}.fetched")
         shutil.rmtree(partial, ignore_errors=True)
         self.paths.checkpoints.mkdir(exist_ok=True)
         partial.mkdir()
-        self._call(self.store.get, stored[-1], partial)
-        partial.rename(folder)
+        self._call(self.store.get, version, partial)
+        durable.swap(partial, folder)
+        return True
 
     def versions(self) -> list[int]:
         """Ascending. Raises: EdgeError."""

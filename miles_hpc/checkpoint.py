@@ -88,6 +88,7 @@ class Checkpoints:
                 shutil.rmtree(partial, ignore_errors=True)
                 # Not the run's own folder: where a mount has gone, a new one would be of the local disk.
                 self.paths.checkpoints.mkdir(exist_ok=True)
+                fsync(self.paths.folder)
                 partial.mkdir()
                 if warning := disk.shortage(self.paths):
                     logline.say(f"warning: {warning}")
@@ -101,11 +102,12 @@ class Checkpoints:
             if self.leads:
                 manifest = _manifest_of(version, state.fingerprint, parts)
                 _commit(partial, folder, manifest)
-                self._prune()
         except BaseException as error:  # torch's CheckpointException is no Exception
             if (refused := _refused(error, partial, folder)) is error:
                 raise
             raise refused from error
+        if self.leads:
+            self._prune()
         if self.archive:
             self.archive.put(version)
         self.barrier()
@@ -113,7 +115,8 @@ class Checkpoints:
     def resume(self, state: State) -> int | None:
         """Load the newest checkpoint that is complete; collective.
 
-        An incomplete or damaged one is passed over; this rank's log names it and says why.
+        One that is incomplete, damaged or gone is fetched from the archive if that has it, else passed over; this rank's log
+        names it and says why.
 
         Returns:
             Its version, or None if there is no checkpoint at all.
@@ -121,14 +124,13 @@ class Checkpoints:
         Raises:
             ModelError: it is of another model. ResumeError: there are some, but none is whole. EdgeError: the archive failed.
         """
-        if self.archive:
-            self.archive.fetch()
-        self.barrier()
         problems = {}
-        for version in state.gather(self.paths.saved_steps())[0][::-1]:
+        for version in state.gather(self._versions())[0][::-1]:
             folder = self.paths.checkpoint(version)
-            # The same answer on every rank: a shared file system may show a file to one and not yet to another.
-            problem = next((p for p in state.gather(_problem(folder, state)) if p), "")
+            problem = _problem(folder, state)
+            if problem and self._fetched(state, version):
+                logline.say(f"checkpoint {folder} taken from checkpoint.backend, since here {problem}")
+                problem = _problem(folder, state)
             if problem:
                 logline.say(f"checkpoint {folder} passed over: {problem}")
                 problems[folder.name] = problem
@@ -139,16 +141,37 @@ class Checkpoints:
             raise _none_whole(self.paths, problems)
         return None
 
+    def _versions(self) -> list[int]:
+        """Of the run folder and, on the first training rank, of the archive; ascending."""
+        return sorted({*self.paths.saved_steps(), *(self.archive.versions() if self.archive else ())})
+
+    def _fetched(self, state: State, version: int) -> bool:
+        """True if the archive has the version, which is then in the run folder; collective."""
+        found = bool(self.archive and self.archive.fetch(version))
+        self.barrier()
+        return bool(state.gather(found)[0])
+
     def _prune(self) -> None:
-        """Remove old ones, what attempts that ended while saving left behind, and samples that nobody needs any more."""
+        """Remove old ones, what attempts that ended while saving left behind, and samples that nobody needs any more.
+
+        What cannot be removed now the next save tries again: a checkpoint that is written is none that failed.
+        """
         found = self.paths.saved_steps()
         unfinished = self.paths.checkpoints.glob(".step-*")
         for folder in [*map(self.paths.checkpoint, self.rules.outdated(found)), *unfinished]:
-            shutil.rmtree(folder)
+            _remove(folder)
         if self.rules.keep_samples:
             recent = found[-self.rules.keep :]
             # A resume from any of the recent checkpoints takes the samples from its step on from the disk.
             _remove_samples(self.paths, min(recent[0], recent[-1] - self.rules.keep_samples))
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, or say why not: on NFS, files that somebody holds open keep theirs."""
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        logline.say(f"warning: {folder} cannot be removed, the next save tries again: {error}")
 
 
 def _remove_samples(paths: RunPaths, before: int) -> None:
@@ -156,9 +179,13 @@ def _remove_samples(paths: RunPaths, before: int) -> None:
     old = [step for step in paths.sampled_steps() if step < before]
     if not old:
         return
-    durable.replace(paths.removed_samples, json.dumps({"before": before}))
+    try:
+        durable.replace(paths.removed_samples, json.dumps({"before": before}))
+    except OSError as error:
+        logline.say(f"warning: {paths.removed_samples} cannot be written, the next save removes the samples: {error}")
+        return
     for step in old:
-        shutil.rmtree(paths.step_samples(step))
+        _remove(paths.step_samples(step))
 
 
 def _none_whole(paths: RunPaths, problems: dict[str, str]) -> ResumeError:
@@ -213,12 +240,7 @@ def _commit(partial: Path, folder: Path, manifest: dict[str, Any]) -> None:
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
     fsync(partial / MANIFEST)
     fsync(partial)
-    if folder.exists():
-        aside = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(aside, ignore_errors=True)  # of an attempt that ended before it was pruned
-        folder.rename(aside)
-    partial.rename(folder)
-    fsync(folder.parent)
+    durable.swap(partial, folder)
 
 
 def _manifest_of(version: int, model: dict[str, Any], parts: list[dict[str, tuple[int, int]]]) -> dict[str, Any]:
@@ -233,6 +255,12 @@ def _manifest(folder: Path) -> Manifest:
 
 
 def _problem(folder: Path, state: State) -> str:
+    """What is wrong with a checkpoint, the same answer on every rank: a shared file system may show a file to one and not yet
+    to another. Empty if nothing is; collective."""
+    return next((problem for problem in state.gather(_own_problem(folder, state)) if problem), "")
+
+
+def _own_problem(folder: Path, state: State) -> str:
     """What is wrong with this rank's share of the files; empty if nothing is."""
     try:
         manifest = _manifest(folder)

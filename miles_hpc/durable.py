@@ -1,6 +1,7 @@
 """Making files durable: a rename is only as good as the fsync before and after it."""
 
 import os
+import uuid
 from pathlib import Path
 
 
@@ -33,3 +34,15 @@ def replace(file: Path, text: str) -> None:
         error.filename = str(file)  # not the temporary one; a write that fails names none
         raise
     fsync(file.parent)
+
+
+def swap(new: Path, folder: Path) -> None:
+    """Give the folder `new` the name `folder`; one that had it stays beside it, hidden, as `.NAME.<anything>.old`.
+
+    Raises:
+        OSError: the filesystem refused.
+    """
+    if folder.exists():
+        folder.rename(folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.old"))
+    new.rename(folder)
+    fsync(folder.parent)

@@ -187,7 +187,7 @@ class CheckpointBackend(Protocol):
     """Gives a store with the methods `versions()`, `put(version, folder)`, `get(version, folder)`, `remove(version)`.
 
     Called on the first training rank of every attempt. A checkpoint is put there after it is complete in the run folder, and
-    fetched from there if the run folder has none as new; its sums are checked as always.
+    fetched from there if the run folder's own is gone or damaged; its sums are checked as always.
     """
 
     def __call__(self, run: Path) -> CheckpointStore: ...

@@ -148,6 +148,23 @@ def test_a_damaged_copy_is_passed_over(archive, tmp_path):
     assert checkpoints(archive("beside")).resume(state) == 1 and state.value == 10
 
 
+def test_a_damaged_checkpoint_is_fetched_again(archive, tmp_path, capsys):
+    """Whichever it is: the newest, or all that the run folder has, of which only an older one is whole in the store."""
+    kept = checkpoints(archive("beside"))
+    for version in (1, 2):
+        kept.save(State(10 * version), version)
+    local, stored = tmp_path / "run/checkpoints", tmp_path / "archive"
+    (local / "step-000002/value").write_text("21")
+    state = State()
+    assert checkpoints(archive("beside")).resume(state) == 2 and state.value == 20
+    assert f"{local / 'step-000002'} taken from checkpoint.backend, since here value is damaged" in capsys.readouterr().out
+    for folder in (local / "step-000002", local / "step-000001", stored / "2"):
+        (folder / "value").write_text("21")
+    assert checkpoints(archive("beside")).resume(state) == 1 and state.value == 10
+    kept.save(State(30), 3)
+    assert not list(local.glob(".*"))  # what was damaged goes with the next save
+
+
 def test_a_store_that_refuses_is_named(archive):
     with pytest.raises(EdgeError, match=r"checkpoint\.backend put\(\) raised OSError: no space left in the bucket") as caught:
         checkpoints(archive("full")).save(State(1), 1)

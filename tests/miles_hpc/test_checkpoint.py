@@ -1,7 +1,6 @@
 """Checkpoints appear whole or not at all, and only whole ones of this model are read."""
 
 import json
-import logging
 import shutil
 import subprocess
 import threading
@@ -256,10 +255,44 @@ def test_samples_go_but_those_that_a_resume_may_need(paths, keep, keep_samples, 
     assert not left[0] or json.loads(paths.removed_samples.read_text()) == {"before": left[0]}
 
 
+def test_what_cannot_be_removed_fails_no_save_and_is_tried_again(paths, monkeypatch, capsys):
+    """As on NFS, where a file that somebody holds open comes back as `.nfs...` in the folder that should go."""
+    for step in range(3):
+        paths.step_samples(step).mkdir(parents=True)
+    some = Checkpoints(paths, Checkpoint(keep=1, keep_samples=1), lambda: None, True)
+    some.save(Counter(), 1)
+    remove = shutil.rmtree
+
+    def busy(folder, ignore_errors=False):
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty", str(folder))
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", busy)
+    some.save(Counter(2), 2)  # leaves step 1
+    some.save(Counter(3), 2)  # and the first of step 2
+    said = capsys.readouterr().out
+    assert f"{paths.checkpoint(1)} cannot be removed, the next save tries again: " in said
+    assert f"{paths.step_samples(0)} cannot be removed" in said and ".old cannot be removed" in said
+    monkeypatch.setattr(checkpoint.durable, "replace", full)
+    some.save(Counter(4), 3)
+    assert f"{paths.removed_samples} cannot be written" in capsys.readouterr().out
+    state = Counter()
+    assert (some.resume(state), state.value) == (3, 4)
+    monkeypatch.undo()
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", remove)
+    some.save(Counter(), 4)
+    assert [p.name for p in paths.checkpoints.iterdir()] == ["step-000004"]
+    assert paths.sampled_steps() == []
+    assert "cannot be" not in capsys.readouterr().out
+
+
+def full(file, text):
+    raise OSError(28, "No space left on device", str(file))
+
+
 def test_a_disk_that_will_soon_be_full_is_said_before_the_save(checkpoints, paths, monkeypatch, capsys):
     checkpoints.save(Counter(), 1)
     assert "warning" not in capsys.readouterr().out
-    monkeypatch.setattr(logging.root.manager, "disable", logging.WARNING)  # as in a training rank
     monkeypatch.setattr(disk.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 9_000_000}))
     checkpoints.save(Counter(), 2)
     said = capsys.readouterr().out
