@@ -74,15 +74,11 @@ class Prompts:
 
     def text(self, row: int) -> str:
         """What the model sees: the prompt, rendered with the chat template if `chat`."""
-        prompt = self.rows[row].prompt
-        if not self.chat:
-            return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return text_of(self.rows[row].prompt, self.tokenizer, self.chat)
 
     def tokens(self, row: int) -> list[int]:
         """Token ids of `text(row)`."""
-        return self.tokenizer(self.text(row), add_special_tokens=not self.chat)["input_ids"]
+        return tokens_of(self.rows[row].prompt, self.tokenizer, self.chat)
 
     def check(self, limit: int) -> int:
         """The longest prompt in tokens.
@@ -116,6 +112,19 @@ class Prompts:
         except Exception as error:  # a template raises what it likes: roles in a wrong order, a message without a text
             what = f"prompt {row} has no tokens: {edges.describe(error)[:300]}"
             raise DataError(what, where=f"{self.source}, row {row}") from error
+
+
+def text_of(prompt: str | list[dict[str, Any]], tokenizer: Any, chat: bool) -> str:
+    """What the model sees of a prompt or of the messages of one, rendered with the chat template if `chat`."""
+    if not chat:
+        return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def tokens_of(prompt: str | list[dict[str, Any]], tokenizer: Any, chat: bool) -> list[int]:
+    """Token ids of `text_of`; a template brings its own special tokens."""
+    return tokenizer(text_of(prompt, tokenizer, chat), add_special_tokens=not chat)["input_ids"]
 
 
 def load(config: Config, split: Split, tokenizer: Any = None) -> Prompts:

@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import sys
-import uuid
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,8 @@ def prepare(run: Config, paths: RunPaths) -> None:
         raise ModelError(what, where=str(folder / "config.json"), next_step=hint)
     tokenizer = data.tokenizer_of(folder)
     shape.check_tokens(facts, folder / "config.json", tokenizer.get_vocab(), stop_tokens(folder))
+    if run.warm_start:
+        demonstrations.check_end(tokenizer, folder)
     check_teacher(run, tokenizer)
     limit = run.model.context_length - run.rollout.max_new_tokens
     prompts = data.load(run, "train", tokenizer)
@@ -107,13 +109,14 @@ def make_model(run: Config, folder: Path) -> None:
     Raises:
         ModelError: there is none and no source. EdgeError: the source raised or wrote no config.json.
     """
+    temporary = _temporary(run, folder)
+    shutil.rmtree(temporary, ignore_errors=True)  # of an attempt that was killed while the source wrote
     if (folder / "config.json").exists():
         return
     if not run.model.source:
         raise ModelError("no such model folder (config.json is missing)", where=str(folder), next_step="correct model.path")
     key = "model.source"
     source = edges.load(run.model.source, run.run.edges_folder, key=key, arguments=("folder", "seed"))
-    temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
     try:
         temporary.mkdir(parents=True)
     except OSError as error:
@@ -125,6 +128,11 @@ def make_model(run: Config, folder: Path) -> None:
         _publish(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _temporary(run: Config, folder: Path) -> Path:
+    """Of this run alone, which has one attempt at a time: several may make the same model at once."""
+    return folder.with_name(f".{folder.name}.{zlib.crc32(run.run.folder.encode()):08x}")
 
 
 def _publish(temporary: Path, folder: Path) -> None:

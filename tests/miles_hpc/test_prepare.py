@@ -108,6 +108,38 @@ def test_a_model_source_that_fails_leaves_nothing(tmp_path: Path, text: str, wha
     assert list(paths.folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_what_a_killed_attempt_left_of_its_model_goes_with_the_next(tmp_path: Path, model_folder: Path, there: bool) -> None:
+    """Whether another run has made the model since or not; what a living run is writing at the same place stays."""
+    folder = tmp_path / "models/small"
+    text = "import os\n\ndef make(folder, seed):\n    (folder / 'half').touch()\n    os._exit(9)\n"
+    (tmp_path / "dies_while_making.py").write_text(text)
+    source = {"path": str(folder), "source": "dies_while_making:make"}
+    for name in ("mine", "other"):
+        plan = run(tmp_path, run={"folder": str(tmp_path / name)}, model=source)
+        code = "import sys; from pathlib import Path; from miles_hpc import prepare; from miles_hpc.config import Config; "
+        code += "prepare.make_model(Config.model_validate_json(sys.argv[1]), Path(sys.argv[2]))"
+        made = plan.model_dump_json(exclude_none=True)
+        assert subprocess.run([sys.executable, "-c", code, made, str(folder)], check=False).returncode == 9
+    assert len(list(folder.parent.glob(".small.*/half"))) == 2
+    if there:
+        shutil.copytree(model_folder, folder)
+    prepare.make_model(run(tmp_path, run={"folder": str(tmp_path / "mine")}, model={"path": str(folder)}), folder)
+    assert len(list(folder.parent.glob(".small.*"))) == 1 and (folder / "config.json").exists()
+
+
+def test_a_warm_start_needs_a_token_for_the_end(tmp_path: Path, model_folder: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "endless")
+    facts = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts | {"eos_token": None}))
+    (folder / "special_tokens_map.json").unlink(missing_ok=True)
+    model, taught = {"path": str(folder), "source": ""}, {"data": HERE + "demonstrations", "steps": 1}
+    prepare.prepare(run(tmp_path, model=model), RunPaths(tmp_path / "run"))
+    with pytest.raises(ModelError, match="no end-of-sequence token, which warm_start teaches") as caught:
+        prepare.prepare(run(tmp_path, model=model, warm_start=taught), RunPaths(tmp_path / "run"))
+    assert str(folder) in caught.value.where
+
+
 def test_bad_models(tmp_path: Path, model_folder: Path) -> None:
     with pytest.raises(ModelError, match="no such model folder"):
         prepare.make_model(run(tmp_path, model={"source": "", "path": str(tmp_path / "none")}), tmp_path / "none")
