@@ -174,11 +174,15 @@ def open_places(places: list[list[int]], finished: set[int], refused: set[int]) 
 
 
 def leftovers(paths: RunPaths, first: int, steps: int) -> dict[int, list[Shard]]:
-    """Complete shards of the steps from `first` on, found by listing the folders; damaged ones are set aside and named."""
+    """Complete shards of the steps from `first` on, found by listing the folders.
+
+    Damaged ones are set aside and named, half-written ones removed: no rank writes before all have heard the answer.
+    """
     found: dict[int, list[Shard]] = {}
     for step in range(first, steps):
         if not paths.step_samples(step).is_dir():
             continue
+        store.remove_unfinished(paths, step)
         shards = [shard for file in store.on_disk(paths, step) if (shard := _readable(step, file))]
         if shards:
             found[step] = shards

@@ -125,6 +125,12 @@ def on_disk(paths: RunPaths, step: int, drafts: bool = False) -> list[Path]:
     return sorted(p for p in folder.glob(f"{kind}-*.h5") if re.fullmatch(rf"{kind}-\d+-\d+\.h5", p.name))
 
 
+def remove_unfinished(paths: RunPaths, step: int) -> None:
+    """Remove what ranks were writing for `step` when they were killed; used only at a restart, before any rank writes."""
+    for file in paths.step_samples(step).glob(".*.h5.*.tmp"):
+        file.unlink(missing_ok=True)
+
+
 def set_aside(shard: Path) -> Path:
     """Take a damaged shard out of the run, keeping its bytes beside it for a look."""
     aside = shard.with_suffix(".damaged")
@@ -134,8 +140,9 @@ def set_aside(shard: Path) -> Path:
 
 def _make(folder: Path) -> None:
     """The folder of a step; not the run's own: where a mount has gone, a new one would be of the local disk."""
-    folder.parent.mkdir(exist_ok=True)
-    folder.mkdir(exist_ok=True)
+    for new in (folder.parent, folder):
+        new.mkdir(exist_ok=True)
+        fsync(new.parent)  # also where another rank has just made it, and has not come to this yet
 
 
 def _commit(

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from miles_hpc.errors import SampleError
 from miles_hpc.paths import RunPaths
+from miles_hpc.rollout.role import leftovers
 from miles_hpc.samples import store
 from miles_hpc.samples.schema import PER_SAMPLE, PER_TOKEN, Samples
 
@@ -137,14 +138,35 @@ def python(code: str, **options) -> subprocess.Popen:
 
 def test_killed_before_the_rename_leaves_no_final_name(tmp_path):
     code = """
-        import os, signal
-        os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
-        store.write(paths, 0, 1, 1, shards.make([3, 4]))
+        import os, signal, stat
+        os.fsync = lambda file: stat.S_ISREG(os.fstat(file).st_mode) and os.kill(os.getpid(), signal.SIGKILL)
+        write = {"rollout": store.write, "drafts": lambda *all: store.write(*all, drafts=True), "train": shards.train}
+        write[sys.argv[2]](paths, 0, 1, 1, shards.make([3, 4]))
     """
-    assert python(code, arguments=[str(tmp_path)]).wait(60) == -signal.SIGKILL
-    left = list(RunPaths(tmp_path).step_samples(0).iterdir())
-    assert len(left) == 1 and left[0].name.endswith(".tmp")
-    assert store.on_disk(RunPaths(tmp_path), 0) == []
+    for kind in ("rollout", "drafts", "train"):
+        assert python(code, arguments=[str(tmp_path), kind]).wait(60) == -signal.SIGKILL
+    paths = RunPaths(tmp_path)
+    left = [file.name for file in paths.step_samples(0).iterdir()]
+    assert len(left) == 3 and all(name.endswith(".tmp") for name in left)
+    assert store.on_disk(paths, 0) == store.on_disk(paths, 0, drafts=True) == []
+    aside = store.set_aside(store.write(paths, 0, 1, 1, make([3])))
+    whole = [store.write(paths, 0, 1, 1, make([3])), train(paths, 0, 1, 1, make([3])), aside]
+    assert [shard.file for shard in leftovers(paths, 0, 2)[0]] == [str(whole[0])]
+    assert sorted(paths.step_samples(0).iterdir()) == sorted(whole)
+
+
+def train(paths: RunPaths, step: int, rank: int, attempt: int, samples: Samples) -> Path:
+    tokens, count = len(samples.tokens), len(samples)
+    return store.write_train(paths, step, rank, samples, np.zeros(tokens), np.zeros(count))
+
+
+@pytest.mark.parametrize("write", [store.write, train])
+def test_the_folders_of_a_shard_are_durable_before_it_is_told_of(tmp_path, monkeypatch, write):
+    synced: list[Path] = []
+    monkeypatch.setattr(store, "fsync", synced.append)
+    paths = RunPaths(tmp_path)
+    write(paths, 3, 1, 1, make([3]))
+    assert synced == [paths.folder, paths.samples, paths.step_samples(3)]
 
 
 def test_killed_at_any_time_leaves_only_whole_shards(tmp_path):
