@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from miles_hpc.config import Config
+from miles_hpc.paths import RunPaths
 from miles_hpc.sample import Sample, refuse_removal
 from miles_hpc.samples.schema import TRUNCATED, Samples
 
@@ -94,11 +96,21 @@ def offer_modules() -> None:
         sys.meta_path.append(_Finder())
 
 
+ESTIMATORS = {
+    "group_std": "grpo",
+    "group_mean": "grpo",
+    "reinforce_pp": "reinforce_plus_plus",
+    "reinforce_pp_baseline": "reinforce_plus_plus_baseline",
+    "gae": "ppo",
+}
+"""Miles' names of `train.advantage`; others have none there and keep their own."""
+
+
 def arguments(config: Config, options: Mapping[str, Any]) -> SimpleNamespace:
     """What such functions find in `args`: the options of Miles that have a counterpart here, and the function's own options."""
     rollout, train = config.rollout, config.train
     known = {
-        "hf_checkpoint": config.model.path,
+        "hf_checkpoint": str(RunPaths(Path(config.run.folder)).model_of(config)),
         "rollout_batch_size": rollout.prompts_per_step,
         "n_samples_per_prompt": rollout.samples_per_prompt,
         "rollout_max_response_len": rollout.max_new_tokens,
@@ -112,7 +124,7 @@ def arguments(config: Config, options: Mapping[str, Any]) -> SimpleNamespace:
         "label_key": config.data.label_column,
         "metadata_key": config.data.metadata_column,
         "apply_chat_template": config.data.chat,
-        "advantage_estimator": "grpo",
+        "advantage_estimator": "gspo" if train.loss == "gspo" else ESTIMATORS.get(train.advantage, train.advantage),
         "rewards_normalization": True,
         "grpo_std_normalization": train.advantage == "group_std",
         "eps_clip": train.clip_low,

@@ -3,12 +3,12 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
-from miles_hpc import attach, calls, protocols
+from miles_hpc import attach, calls, foreign, protocols
 from miles_hpc.config import Config
 from miles_hpc.errors import EdgeError
 from miles_hpc.launchers import checks, cli
@@ -16,6 +16,7 @@ from miles_hpc.records import Row
 from miles_hpc.rollout.judge import Judge
 from miles_hpc.rollout.reward import Reward
 from miles_hpc.sample import Sample
+from miles_hpc.sections import AdvantageName
 from miles_hpc.train.advantage import advantage_of
 from miles_hpc.train.hooks import Hooks
 from miles_hpc.train.optimizer import AdamW
@@ -192,6 +193,27 @@ def test_foreign_rewards(folder: Path) -> None:
     parts = [{"name": "n", "function": "foreign_edges:plain_rm", "options": {"scale": 2.0}}]
     assert score(config(folder, {"rewards": parts}), "abc") == (1.5, {"n": 1.5, "n.score": 1.5})
     assert score(config(folder, {"reward": "foreign_edges:numpy_rm"})) == (0.5, {"score": 0.5, "length": 3.0})
+
+
+def test_the_arguments_say_what_the_run_does(folder: Path) -> None:
+    """Also which model, where the run makes its own."""
+    made = config(folder)
+    assert foreign.arguments(made, {}).hf_checkpoint == "m"
+    own = made.model.model_copy(update={"path": "", "source": "a:b"})
+    ran = made.run.model_copy(update={"folder": "/runs/mine"})
+    args = foreign.arguments(made.model_copy(update={"run": ran, "model": own}), {"advantage_estimator": "mine"})
+    assert (args.hf_checkpoint, args.advantage_estimator) == ("/runs/mine/model", "mine")
+    known = {
+        name: foreign.arguments(config(folder, advantage=name), {}).advantage_estimator
+        for name in get_args(AdvantageName)
+        if name not in ("gae", "none")
+    }  # which need a critic, a teacher
+    assert known == {
+        "group_std": "grpo", "group_mean": "grpo", "rloo": "rloo", "reward": "reward",
+        "reinforce_pp": "reinforce_plus_plus", "reinforce_pp_baseline": "reinforce_plus_plus_baseline",
+    }  # fmt: skip
+    assert foreign.arguments(config(folder, advantage="gae", critic_lr=0.1), {}).advantage_estimator == "ppo"
+    assert foreign.arguments(config(folder, loss="gspo"), {}).advantage_estimator == "gspo"
 
 
 def test_the_reward_file_of_the_documentation_runs(folder: Path) -> None:
