@@ -21,6 +21,9 @@ from miles_hpc.train.trainer import Trainer
 from miles_hpc.transport import Carrier, Shipper
 from miles_hpc.world import World
 
+CHATTY = ("megatron", "torch", "transformers")
+"""Libraries that warn of what is meant to be as it is."""
+
 
 def build(config: Config, paths: RunPaths, world: World, attempt: int, heartbeat: Heartbeat) -> TrainRole:
     """A training rank, ready for `loop.train`; collective over the training ranks.
@@ -67,8 +70,9 @@ def _store(world: World, seconds: float):
 
 
 def _quiet(world: World) -> None:
-    """Gloo on one host talks over loopback, whatever the host name resolves to; library chatter stays below warnings."""
+    """Gloo on one host talks over loopback, whatever the host name resolves to; libraries say errors only, users anything."""
     if len(set(world.hosts)) == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", module=rf"{name}(\.|$)")
