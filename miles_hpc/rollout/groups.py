@@ -54,7 +54,8 @@ class GroupConversations(Conversations):
         samples = [self.describe(request) for request in requests.values()]
         keys = dict(zip(map(_name, samples), requests, strict=True))
         clients = dict(zip(map(_name, samples), map(self._client, requests.values()), strict=True))
-        key, last = next(iter(requests)), None
+        key = next(iter(requests))
+        last: Output | BaseException | None = None
         try:
             async for name, output in perform(self.function, samples, GroupClient(clients)):
                 key = keys.pop(name)
