@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +57,30 @@ def wait(paths: RunPaths) -> None:
         time.sleep(0.2)
 
 
-def generating(paths: RunPaths, step: int, number: int, seconds: float = 300) -> psutil.Process:
-    """The scheduler of a rollout rank that generates a step after `step`."""
+def strike(paths: RunPaths, step: int, number: int, act: Callable[[psutil.Process], None], seconds: float = 300) -> None:
+    """Do something to the scheduler of a rollout rank that generates a step after `step`."""
     end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        beats = [json.loads(f.read_text()) for f in sorted(paths.heartbeat(0).parent.glob("rank-*.json"))]
-        ranks = [beat for beat in beats if beat["role"] == "rollout"]
-        if ranks and ranks[number]["phase"] == "rollout" and ranks[number]["step"] > step:
-            children = psutil.Process(ranks[number]["pid"]).children(recursive=True)
-            return next(child for child in children if "scheduler" in child.name())
+    while not state.state_of(paths.folder).ended and time.monotonic() < end:
+        if scheduler := generating(paths, step, number):
+            try:
+                return act(scheduler)
+            except psutil.NoSuchProcess:
+                pass  # its engine is just being started again
         time.sleep(0.005)
-    raise AssertionError(logs(paths))
+    raise AssertionError(f"no rollout rank {number} generated a step after {step}\n{logs(paths)}")
+
+
+def generating(paths: RunPaths, step: int, number: int) -> psutil.Process | None:
+    """The scheduler of a rollout rank that generates a step after `step`; None if there is none now."""
+    beats = [json.loads(f.read_text()) for f in sorted(paths.heartbeat(0).parent.glob("rank-*.json"))]
+    ranks = [beat for beat in beats if beat["role"] == "rollout"]
+    if not ranks or ranks[number]["phase"] != "rollout" or ranks[number]["step"] <= step:
+        return None
+    try:
+        children = psutil.Process(ranks[number]["pid"]).children(recursive=True)
+        return next((child for child in children if "scheduler" in child.name()), None)
+    except psutil.NoSuchProcess:
+        return None
 
 
 def events(paths: RunPaths) -> list[dict[str, Any]]:

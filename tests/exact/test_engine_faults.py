@@ -1,14 +1,13 @@
 """Engines that die or hang in the middle of a run, on real parts: same attempt, nothing lost, the same weights bit for bit."""
 
 import sys
-import threading
 from pathlib import Path
 
 import psutil
 import pytest
 
 sys.path.append(str(Path(__file__).parent))
-from runs import digest, events, generating, logs, run
+from runs import digest, events, logs, run, start, strike, wait
 
 from miles_hpc.launchers import audit, report
 from miles_hpc.paths import RunPaths
@@ -27,25 +26,18 @@ def undisturbed(folder) -> RunPaths:
     return run(folder / "undisturbed", *SMALL)
 
 
-def disturbed(folder: Path, *settings: str) -> tuple[RunPaths, list[str]]:
+def disturbed(folder: Path, *settings: str) -> RunPaths:
     """A run with one engine's scheduler killed while it generates, and another's, or the next, stopped later."""
-    done: list[str] = []
-
-    def disturb() -> None:
-        paths = RunPaths(folder / "run")
-        for step, number, act in ((0, -1, psutil.Process.kill), (2, 0, psutil.Process.suspend)):
-            act(generating(paths, step, number))
-            done.append(act.__name__)
-
-    thread = threading.Thread(target=disturb, daemon=True)
-    thread.start()
-    return run(folder, *SMALL, *settings), done
+    paths = start(folder, *SMALL, *settings)
+    strike(paths, 0, -1, psutil.Process.kill)
+    strike(paths, 2, 0, psutil.Process.suspend)
+    wait(paths)
+    return paths
 
 
 @pytest.mark.parametrize("engines", [1, 2])
 def test_a_killed_and_a_stopped_engine_change_nothing(folder, undisturbed, engines):
-    paths, done = disturbed(folder / f"disturbed-{engines}", f"slurm.rollout.ranks_per_node={engines}")
-    assert done == ["kill", "suspend"]
+    paths = disturbed(folder / f"disturbed-{engines}", f"slurm.rollout.ranks_per_node={engines}")
     found = report.compute(paths.folder)
     assert (found.state, found.attempts, found.engine_restarts) == ("done", 1, 2), logs(paths)
     assert audit.audit(paths.folder) == 0
