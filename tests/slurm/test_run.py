@@ -35,7 +35,7 @@ run = { name = "small", steps = 4, seed = 3 }
 model = { source = "miles_hpc.examples.arithmetic:model", context_length = 64 }
 data = { prompts = "miles_hpc.examples.arithmetic:prompts", eval = "miles_hpc.examples.arithmetic:prompts" }
 warm_start = { data = "miles_hpc.examples.arithmetic:demonstrations", steps = 60 }
-eval = { prompts = 16, every_steps = 2 }
+eval = { prompts = 16, every_steps = 1 }
 checkpoint = { every_steps = 1, keep = 2 }
 train = { lr = 1e-3, mini_batches = 2, micro_batch_tokens = 128, loss = "beside:loss" }
 slurm = { time_minutes = 15 }
@@ -45,6 +45,7 @@ prompts_per_step = 8
 samples_per_prompt = 4
 max_new_tokens = 20
 flush_groups = 4
+staleness = 1
 reward = "beside:reward"
 """
 BY_HAND = {"what", "steps", "date", "commit"}
@@ -68,7 +69,9 @@ def reward(prompt, answer, label, metadata):
 def loss(tokens, train):
     while steps() == 2 and not (HERE / "killed").exists():
         time.sleep(0.05)
-    if len(tokens.log_probs) > 64:
+    first = steps() == 1 and not (HERE / "full").exists()
+    if len(tokens.log_probs) > 64 or first:
+        (HERE / "full").touch()
         raise torch.OutOfMemoryError("CUDA out of memory")
     return -(tokens.log_probs - tokens.old_log_probs).exp() * tokens.advantages
 """
@@ -124,9 +127,9 @@ def test_the_second_attempt_goes_on_where_the_first_ended(run):
 
 def test_what_memory_taught_the_first_attempt_the_second_knows(run):
     lessons = [(e["attempt"], e["before"], e["tokens"]) for e in events(run) if e["event"] == "micro_batch_tokens"]
-    assert lessons == [(1, 128, 64)], logs(run)
-    assert "out of memory: micro-batches of 64 tokens from now on, not 128" in run.log(1, "train", 0).read_text()
-    assert "out of memory: micro-batches of 64 tokens" in progress.progress_of(run.folder, STEPS).line()
+    assert [lesson[:2] for lesson in lessons] == [(1, 128)] and (tokens := lessons[0][2]) < 128, logs(run)
+    assert f"out of memory: micro-batches of {tokens} tokens from now on, not 128" in run.log(1, "train", 0).read_text()
+    assert f"out of memory: micro-batches of {tokens} tokens" in progress.progress_of(run.folder, STEPS).line()
 
 
 def test_the_log_of_every_rank_says_what_it_did(run):
@@ -139,7 +142,8 @@ def test_the_log_of_every_rank_says_what_it_did(run):
     assert "trainer ready on cpu" in train and f"step 3: {STEPS}/{STEPS} steps done  reward " in train
     assert "evaluation of weights 4: reward " in train and "checkpoint after 4 steps: " in train and "export: " in train
     assert "warm start: steps 60, loss " in said["train"][0] and "begin at step " in train
-    assert "engine ready" in rollout and re.search(r"step 3: samples 32, [0-9.]+ s, [1-9]\d* tokens/s$", rollout, re.MULTILINE)
+    assert "engine ready" in rollout and "step 3: samples " in rollout
+    assert re.search(r"step 0: samples 32, [0-9.]+ s, [1-9]\d* tokens/s$", said["rollout"][0], re.MULTILINE)
 
 
 def test_nothing_is_lost_or_generated_twice(run):
@@ -155,16 +159,18 @@ def test_the_report_counts_what_is_on_disk(run, capsys):
     told = json.loads(capsys.readouterr().out)
     assert (told["state"], told["steps"], told["attempts"]) == ("done", STEPS, 2)
     assert (told["samples"], told["prompts_lost"], told["prompts_duplicated"]) == (STEPS * 32, 0, 0)
-    assert 0 < told["logp_abs_diff_max"] < 1e-3
     assert told["weight_sync_gb_per_s"] > 0 and told["rollout_tokens_per_s"] > 0 and told["train_tokens_per_s"] > 0
 
 
-def test_trainer_and_sampler_agree_after_every_update(run):
+def test_the_sampler_is_one_update_behind_the_trainer(run):
+    """Also in the step that the first attempt had generated and not trained on. In step 0 both have the same, and agree."""
     steps = [e for e in events(run) if e["event"] == "step"]
-    assert all(e["metrics"]["train/logp_abs_diff_max"] < 1e-3 for e in steps)
+    distances = [e["metrics"]["train/logp_abs_diff_max"] for e in steps]
+    assert 0 < distances[0] < 1e-3 and all(distance > 1e-3 for distance in distances[1:]), distances
     assert all(e["metrics"]["train/grad_norm"] > 0 for e in steps if e["metrics"]["groups/zero_variance"] < 1)
-    versions = [set(store.read(s).weight_versions) - {-1} for step in range(STEPS) for s in store.on_disk(run, step)]
-    assert set.union(*versions) == set(range(STEPS))
+    for step in range(STEPS):
+        versions = {int(v) for shard in store.on_disk(run, step) for v in store.read(shard).weight_versions} - {-1}
+        assert versions == {max(0, step - 1)}, step
 
 
 def test_engine_digests_were_compared_at_every_sync(run):
@@ -183,9 +189,10 @@ def test_tensorboard_holds_every_step_of_both_roles(run):
         assert "eval/reward" in board.Tags()["scalars"] or role == "rollout"
 
 
-def test_held_out_prompts_were_scored_first_last_and_between(run):
-    scored = {e["step"]: e for e in events(run) if e["event"] == "eval"}
-    assert sorted(scored) == [0, 2, 4] and all(e["prompts"] == 16 for e in scored.values())
+def test_every_version_was_scored_by_held_out_prompts(run):
+    """The second attempt scores the one that it begins with again."""
+    scored = [e for e in events(run) if e["event"] == "eval"]
+    assert [e["step"] for e in scored] == [0, 1, 2, 2, 3, 4] and all(e["prompts"] == 16 for e in scored)
 
 
 def test_old_checkpoints_are_gone_and_the_export_loads(run):
