@@ -109,7 +109,6 @@ class Trainer:
         self.reference: Policy | None = None
         self.critic: Critic | None = None
         self.teacher = self._teacher(Path(self.config.teacher)) if self.config.teacher else None
-        self.warm = False
 
     def _policy(self, replay: bool = False) -> Policy:
         return Policy(self.model_config, self.dtype, self.groups, self.length, self.exact, replay)
@@ -307,19 +306,15 @@ class Trainer:
         shares = schedule.balanced(everything, np.diff(data.offsets), self.replicas)
         self.passes.over(data, shares, learn, self._forget, [total])
         optimizer.step(self.ddp, self.optimizer)
-        self.warm = True
         dist.all_reduce(total, group=self.groups.data)
         return float(total)
 
     def reset_optimizer(self) -> None:
         """Forget all moments and step counters, as after a warm start."""
         optimizer.reset(self.optimizer)
-        self.warm = False
 
     def _start_of_rl(self) -> None:
-        """After a warm start the optimizer starts afresh; reference and critic come from the policy that RL starts from."""
-        if self.warm:
-            self.reset_optimizer()
+        """Reference and critic come from the policy that RL starts from."""
         if self.config.kl_coef > 0 and self.reference is None:
             self.reference = self._policy()
             self.reference.module.load_state_dict(self.policy.module.state_dict())

@@ -34,6 +34,7 @@ def warm_start(trainer: Trainer, config: Config, paths: RunPaths) -> list[float]
         tokens, masks = zip(*(_encode(tokenizer, config, *row) for row in batch), strict=True)
         lr = plan.lr * min(1.0, (step + 1) / WARM_UP_STEPS)
         losses.append(trainer.supervised_step(list(tokens), list(masks), lr))
+    trainer.reset_optimizer()  # before anything is saved: a resume must not begin with these moments
     return losses
 
 

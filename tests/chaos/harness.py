@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from faults import REWARDS, Fault
+from faults import FAULTS, REWARDS, Fault
 from subject import GaveUp, Subject, alive
 
 from miles_hpc import config as configuration
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "docs/examples/exact-moe.toml"
 SEED = 7
 FIRST, EVERY = 2, 2
-"""Steps of the first fault, and from one fault to the next."""
+"""Steps of the first fault but one in step 0, and from one fault to the next."""
 GONE_SECONDS = 2.0
 """Until all processes of an attempt have ended for the death of one rank."""
 STEPS_PER_SECOND = 0.5
@@ -87,9 +87,15 @@ def start(cluster: Cluster, folder: Path, plan: list[tuple[int, Fault]], *overri
 
 
 def planned(faults: Iterable[Fault]) -> list[tuple[int, Fault]]:
-    """The faults in a random order, the same every time, each with its step."""
+    """The faults in a random order, the same every time, each with its step.
+
+    The death of a trainer, if there is one, is in step 0: the next attempt begins with what the warm start has left.
+    """
     faults = list(faults)
-    return [(FIRST + EVERY * i, fault) for i, fault in enumerate(random.Random(SEED).sample(faults, len(faults)))]
+    order = random.Random(SEED).sample(faults, len(faults))
+    early = [fault for fault in order if fault.name == FAULTS[0].name]
+    late = [(FIRST + EVERY * i, fault) for i, fault in enumerate(fault for fault in order if fault.name != FAULTS[0].name)]
+    return [(0, fault) for fault in early] + late
 
 
 def length(plan: list[tuple[int, Fault]]) -> int:

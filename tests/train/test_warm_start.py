@@ -38,7 +38,11 @@ class Trainer:
 
     def supervised_step(self, *given: Any) -> float:
         self.given.append(given)
+        self.afresh = False
         return 0.5
+
+    def reset_optimizer(self) -> None:
+        self.afresh = True
 
 
 def plan(folder: Path, monkeypatch: pytest.MonkeyPatch, rows: str, longest: int, tokenizer: Any = None) -> Config:
@@ -55,6 +59,7 @@ def plan(folder: Path, monkeypatch: pytest.MonkeyPatch, rows: str, longest: int,
 def test_every_demonstration_is_trained_on_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, trainer = plan(tmp_path, monkeypatch, "[(chr(97 + i), 'xy') for i in range(count)]", 5), Trainer()
     assert warm_start(trainer, made, RunPaths(tmp_path)) == [0.5, 0.5]
+    assert trainer.afresh  # what is saved next is what RL starts from
     tokens, masks, rates = zip(*trainer.given, strict=True)
     assert sorted(tokens[0] + tokens[1]) == [[1, 97 + i, ord("x"), ord("y"), 0] for i in range(4)]
     assert masks[0] + masks[1] == [[0, 0, 1, 1, 1]] * 4 and rates == (0.05, 0.1)
