@@ -1,6 +1,5 @@
 """The private cluster itself, real daemons."""
 
-import signal
 import subprocess
 
 import pytest
@@ -83,7 +82,10 @@ def test_up_mends_a_cluster_that_has_lost_a_daemon(other):
 
 
 def test_who_interrupts_up_leaves_nothing(other, monkeypatch):
-    monkeypatch.setattr(Cluster, "_wait_ready", lambda self, settings: signal.raise_signal(signal.SIGINT))
+    def interrupted(self: Cluster, settings: Settings) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Cluster, "_wait_ready", interrupted)
     with pytest.raises(KeyboardInterrupt):
         other.up(Settings(train_nodes=1, rollout_nodes=1))
     assert processes_from(other.prefix) == []
