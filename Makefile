@@ -30,7 +30,7 @@ test: $(STAMP)  ## all tests but the long ones
 test-long: $(STAMP)  ## learning and other long tests; the result goes to docs/benchmarks
 	$(BIN)/pytest -m long
 
-chaos: $(STAMP)  ## a run that is hit by forty faults, against one that is not (23 minutes on two cores)
+chaos: $(STAMP)  ## a run that is hit by forty faults, against one that is not (17 minutes on two cores)
 	$(BIN)/python tests/chaos/run.py
 
 check: $(STAMP)  ## style, shell scripts, types, import rules, sizes
