@@ -50,7 +50,7 @@ def check_reward(config: Config, row: Row, text: str) -> None:
     """
     facts = {"finished": True, "tokens": 1, "max_new_tokens": config.rollout.max_new_tokens}
     try:
-        label, metadata = row.lent()
+        label, metadata = row.copies()
         Reward.of(config)(text, "", label, metadata | facts, "an empty answer to the first prompt")
     except EdgeError as error:
         if config.rollout.reward_error == "fail" or "must return" in error.what:
@@ -71,7 +71,7 @@ def check_generate(config: Config, row: Row, text: str, tokenizer: Any) -> None:
     async def echo(asked: Request) -> Output:
         return Output([tokens[0]] * min(2, asked.max_new_tokens), [-1.0] * min(2, asked.max_new_tokens), True)
 
-    rows = [row.lent() for _ in range(rollout.samples_per_prompt)]
+    rows = [row.copies() for _ in range(rollout.samples_per_prompt)]
     samples = [
         Sample(group_index=0, index=i, prompt=text, tokens=list(tokens), label=label, metadata=metadata)
         for i, (label, metadata) in enumerate(rows)

@@ -27,7 +27,7 @@ class Row:
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
-    def lent(self) -> tuple[Any, dict[str, Any]]:
+    def copies(self) -> tuple[Any, dict[str, Any]]:
         """Label and metadata for a user's function: copies, for it may change what it gets."""
         return deepcopy(self.label), deepcopy(dict(self.metadata))
 

@@ -94,7 +94,7 @@ def as_samples(group: Group) -> list[Sample]:
 
 
 def _as_sample(group: Group, answer: Answer) -> Sample:
-    label, metadata = group.row.lent()
+    label, metadata = group.row.copies()
     return Sample(
         group_index=group.prompt_id,
         index=answer.request.sample_index,

@@ -191,7 +191,7 @@ class Generator:
 
         def describe(request: Request) -> Sample:
             group = next(group for group in reversed(groups) if group.prompt_id == request.prompt_id)
-            label, metadata = group.row.lent()
+            label, metadata = group.row.copies()
             facts = {"prompt": group.prompt, "tokens": list(request.tokens), "label": label, "metadata": metadata}
             return Sample(group_index=request.prompt_id, index=request.sample_index, **facts)
 
@@ -238,7 +238,7 @@ class Generator:
     def _score(self, group: Group, request: Request, output: Output) -> Answer:
         text = self.prompts.tokenizer.decode(output.tokens, skip_special_tokens=True)
         facts = {"finished": output.stopped, "tokens": sum(output.mask), "max_new_tokens": request.max_new_tokens}
-        label, metadata = group.row.lent()
+        label, metadata = group.row.copies()
         sample = f"prompt {request.prompt_id}, sample {request.sample_index}"
         if output.reward is None:
             score = self._pool.submit(self.reward, group.prompt, text, label, metadata | facts, sample)

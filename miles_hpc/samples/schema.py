@@ -116,7 +116,7 @@ class Samples:
             routing=None if self.routing is None else self.routing[tokens],
         )
 
-    def lent(self) -> Self:
+    def read_only(self) -> Self:
         """The same for a user's function: arrays that refuse to be changed, lists of its own."""
         shown: dict[str, Any] = {name: value[:] for name, value in vars(self).items() if isinstance(value, list | np.ndarray)}
         parts = {name: values[:] for name, values in self.reward_parts.items()}

@@ -108,7 +108,7 @@ def advantage_of(config: Config) -> Advantage:
     function = attach.attach(config, "train.advantage", name)
 
     def checked(samples: Samples, group_size: int) -> np.ndarray:
-        answer = edges.call(function, samples.lent(), group_size, key="train.advantage")
+        answer = edges.call(function, samples.read_only(), group_size, key="train.advantage")
         if not isinstance(answer, np.ndarray) or answer.shape != (len(samples),) or not _finite(answer):
             raise edges.wrong("train.advantage", function, f"{len(samples)} finite numbers as a numpy array", answer)
         return answer.astype(np.float32)

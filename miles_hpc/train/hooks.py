@@ -43,7 +43,7 @@ class Hooks:
         """The user's figures of a step. Raises: EdgeError if they are no finite numbers by name."""
         if not self.metric_function:
             return {}
-        found = edges.call(self.metric_function, samples.lent(), advantages.copy(), group_size, key="train.metrics")
+        found = edges.call(self.metric_function, samples.read_only(), advantages.copy(), group_size, key="train.metrics")
         return _figures(found, "train.metrics", self.metric_function)
 
     def shown(self, step: int, figures: Mapping[str, float]) -> dict[str, float]:
