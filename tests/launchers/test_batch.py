@@ -292,24 +292,22 @@ def test_a_full_disk_ends_the_batch_script_with_the_file_and_what_to_do(paths, c
     assert batch.begin(paths.folder)  # with room again
 
 
-def test_a_rank_that_failed_because_another_was_killed_is_not_the_one_to_blame(paths):
+@pytest.mark.parametrize(
+    ("number", "error", "action", "blamed"),
+    [
+        (15, "the engine's host process ended", "restart", ("rank_died", 0, 9)),  # since srun ended the step
+        (12, "SIGUSR2 before the first step", "requeue", ("preempted", 1, 12)),  # Slurm's warning, which takes all along
+    ],
+)
+def test_who_is_to_blame_where_one_rank_left_and_another_was_killed(paths, number, error, action, blamed):
     batch.begin(paths.folder)
     said = "srun: error: t0: task 0: Killed\nsrun: error: r0: task 0: Exited with exit code 1\n"
     paths.hosts(1).write_text("t0\nr0\n")
-    verdicts.write(paths, 1, kind="preempted", rank=1, role="rollout", signal=15, error="the engine's host process ended")
+    verdicts.write(paths, 1, kind="preempted", rank=1, role="rollout", signal=number, error=error)
     paths.launcher_log(1).write_text(said)
-    assert batch.end(paths.folder, 1, 143, "none") == "restart"
+    assert batch.end(paths.folder, 1, 143, "none") == action
     found = verdict.newest(paths)
-    assert (found.kind, found.rank, found.signal) == ("rank_died", 0, 9)
-
-
-def test_an_early_warning_before_the_first_step_is_obeyed_by_all_though_srun_kills_the_others(paths):
-    batch.begin(paths.folder)
-    said = "srun: error: t0: task 0: Killed\nsrun: error: r0: task 0: Exited with exit code 1\n"
-    paths.hosts(1).write_text("t0\nr0\n")
-    verdicts.write(paths, 1, kind="preempted", rank=1, role="rollout", signal=12, error="SIGUSR2 before the first step")
-    paths.launcher_log(1).write_text(said)
-    assert batch.end(paths.folder, 1, 137, "none") == "requeue"
+    assert (found.kind, found.rank, found.signal) == blamed
 
 
 def test_a_rank_that_saved_and_ended_before_another_was_killed_is_preempted(paths):

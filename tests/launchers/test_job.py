@@ -8,7 +8,7 @@ from miles_hpc.launchers.job import HetInfoWatcher
 @pytest.mark.parametrize("name", ["demo", "grid", "a b"])
 def test_jobs_are_told_apart_whatever_their_names(name):
     """`scontrol -o show job`, shortened: a line per component, between lines that say which job was asked for."""
-    line = "JobId={} JobName={} UserId=david(1000) JobState={} Reason=None NodeList={} WorkDir=/home/david Power= "
+    line = "JobId={} JobName={} UserId=root(0) JobState={} Reason=None NodeList={} WorkDir=/scratch/grid Power= "
     text = f"id 7\n{line.format(7, name, 'RUNNING', 't0')}\n{line.format(8, name, 'RUNNING', 'r0')}\nid 9\nid 12\n"
     text += f"{line.format(12, name, 'COMPLETED', 't1')}\n"
     found = HetInfoWatcher().read_info(text.encode())
